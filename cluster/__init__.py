@@ -1,0 +1,1 @@
+"""Start and stop a cluster, submit to it, fetch base models."""

@@ -1,0 +1,1 @@
+"""The load generator: arrivals, prompts, one HTTP client, the runner and its arithmetic."""

@@ -1,0 +1,1 @@
+"""The Serve application: vLLM's own ASGI app in pinned replicas."""
