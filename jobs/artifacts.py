@@ -64,7 +64,9 @@ def read(where: str | Path, *, verify: bool = False) -> Artifact:
         raw = (path / MANIFEST).read_bytes()
         manifest = json.loads(raw)
     except FileNotFoundError:
-        raise UserError(f"{where}: no {MANIFEST}, so this artifact is missing or unfinished: run its stage first") from None
+        raise UserError(
+            f"{where}: no {MANIFEST}, so this artifact is missing or unfinished: run its stage first"
+        ) from None
     except ValueError:
         raise UserError(f"{path / MANIFEST}: not valid JSON: delete {path} and run its stage again") from None
     for name, entry in manifest["files"].items():

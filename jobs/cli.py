@@ -49,7 +49,9 @@ def guard(action: Callable[[], Any]) -> None:
 
 def offline(config: Config) -> None:
     """Keep libraries off the model hub unless the config names a hub id. Call before importing transformers."""
-    from_hub = "/" in config.model.source and not os.path.exists(config.model.source) and "://" not in config.model.source
+    from_hub = (
+        "/" in config.model.source and not os.path.exists(config.model.source) and "://" not in config.model.source
+    )
     if not from_hub:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

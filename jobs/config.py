@@ -30,7 +30,9 @@ class Section(BaseModel):
 
 class Run(Section):
     name: str = Field("demo", description="Name of the run; its artifacts lie under root/name/.")
-    root: str = Field("runs", description="Where runs are kept: a directory or an s3:// or gs:// URI shared by all nodes.")
+    root: str = Field(
+        "runs", description="Where runs are kept: a directory or an s3:// or gs:// URI of all nodes."
+    )
     seed: Annotated[int, Field(ge=0)] = Field(0, description="Seed of the split, the batches and the prompts.")
 
     @field_validator("name")
@@ -46,7 +48,7 @@ class Run(Section):
 class Model(Section):
     source: str = Field(
         "smollm2-135m-instruct",
-        description="Base model: a directory, an s3:// URI, a hub id (org/name), or smollm2-135m-instruct from its wheel.",
+        description="Base model: a directory, a hub id (org/name), or smollm2-135m-instruct from its wheel.",
     )
     revision: str | None = Field(None, description="Pinned revision of a hub id; a hub id without one is refused.")
     cache: str = Field("models", description="Where fetched models are kept.")
@@ -62,10 +64,14 @@ class Data(Section):
     split_by: Literal["facts", "group", "hash"] = Field("facts", description="What may not lie in two splits.")
     group_key: str | None = Field(None, description="Row key that split_by=group keeps together.")
     eval_fraction: Annotated[float, Field(gt=0, lt=0.5)] = Field(0.15, description="Share of rows held out.")
-    max_seq_len: PositiveInt = Field(1024, description="Longest row in tokens; longer rows are refused, never truncated.")
+    max_seq_len: PositiveInt = Field(
+        1024, description="Longest row in tokens; longer rows are refused, never truncated."
+    )
     drop_invalid: bool = Field(False, description="Drop and count bad rows instead of refusing the dataset.")
     max_errors: PositiveInt = Field(100, description="How many bad rows are listed before the rest is only counted.")
-    role_prompt: str | None = Field(None, description="First lines of the system message of our own format; none is ours.")
+    role_prompt: str | None = Field(
+        None, description="First lines of the system message of our own format; none is ours."
+    )
 
 
 class Lora(Section):
@@ -75,14 +81,18 @@ class Lora(Section):
     target_modules: LoraTarget = Field("all-linear", description="Modules that get an adapter.")
     use_rslora: bool = Field(False, description="Scale by alpha/sqrt(r).")
     use_dora: bool = Field(False, description="Learn magnitude and direction apart.")
-    loraplus_lr_ratio: Annotated[float, Field(ge=1)] = Field(1.0, description="Learning rate of B over that of A (LoRA+).")
+    loraplus_lr_ratio: Annotated[float, Field(ge=1)] = Field(
+        1.0, description="Learning rate of B over that of A (LoRA+)."
+    )
 
     @field_validator("target_modules")
     @classmethod
     def _no_embeddings(cls, value: LoraTarget) -> LoraTarget:
         bad = [m for m in value if m in ("embed_tokens", "lm_head")] if isinstance(value, tuple) else []
         if bad:
-            raise ValueError(f"{bad} are the embeddings or the head, which tied models share: target linear layers only")
+            raise ValueError(
+                f"{bad} are the embeddings or the head, which tied models share: target linear layers only"
+            )
         return value
 
 
@@ -118,7 +128,9 @@ class Sweep(Section):
 
 class Merge(Section):
     max_shard_size_gb: Annotated[float, Field(gt=0)] = Field(4.0, description="Largest weight file, 10^9 bytes.")
-    adapter: str | None = Field(None, description="Adapter directory; none takes the sweep's winner or the train run's.")
+    adapter: str | None = Field(
+        None, description="Adapter directory; none takes the sweep's winner or the train run's."
+    )
 
 
 class Compare(Section):
@@ -135,14 +147,18 @@ class Serve(Section):
     start_timeout_s: PositiveInt = Field(900, description="Longest wait until the endpoint answers.")
     max_model_len: PositiveInt = Field(2048, description="Longest prompt plus answer, tokens.")
     max_num_seqs: PositiveInt = Field(16, description="Sequences that decode together in one replica.")
-    max_num_batched_tokens: PositiveInt | None = Field(None, description="Tokens of one engine step; none is vLLM's own.")
+    max_num_batched_tokens: PositiveInt | None = Field(
+        None, description="Tokens of one engine step; none is vLLM's own."
+    )
     gpu_memory_utilization: Fraction = Field(0.85, description="Share of GPU memory that the engine may take.")
     tensor_parallel_size: PositiveInt = Field(1, description="GPUs of one replica.")
     enable_prefix_caching: bool = Field(True, description="Reuse the KV cache of shared prefixes.")
     enforce_eager: bool = Field(False, description="No compilation and CUDA graphs: starts sooner, runs slower.")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for speed tests only.")
     kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="KV cache without a GPU, GiB.")
-    engine_args: dict[str, Any] = Field(default_factory=dict, description="Any further vLLM engine flag, by its own name.")
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="Any further vLLM engine flag, by its own name."
+    )
 
 
 class Load(Section):
@@ -185,7 +201,9 @@ class Load(Section):
 class Cluster(Section):
     address: str | None = Field(None, description="Ray address; none joins the running cluster or starts a local one.")
     num_cpus: PositiveInt | None = Field(None, description="Logical CPUs of the local head; none is max(6, cores).")
-    dashboard_port: Annotated[int, Field(ge=1, le=65535)] = Field(8265, description="Port of Ray's dashboard, on loopback.")
+    dashboard_port: Annotated[int, Field(ge=1, le=65535)] = Field(
+        8265, description="Port of Ray's dashboard, on loopback."
+    )
 
 
 class Config(Section):
@@ -217,7 +235,8 @@ class Config(Section):
             )
         if self.train.batch_size % self.train.num_workers:
             raise ValueError(
-                f"train.batch_size {self.train.batch_size} is not a multiple of train.num_workers {self.train.num_workers}"
+                f"train.batch_size {self.train.batch_size} is not a multiple of "
+                f"train.num_workers {self.train.num_workers}"
             )
         if self.data.split_by == "group" and not self.data.group_key:
             raise ValueError("data.split_by=group needs data.group_key, the row key whose rows stay together")
@@ -225,12 +244,16 @@ class Config(Section):
             raise ValueError("load.sweep redeploys this run's own service, so it cannot be used with load.endpoint")
         batched = self.serve.max_num_batched_tokens
         if batched is not None and batched < self.serve.max_num_seqs:
-            raise ValueError(f"serve.max_num_batched_tokens {batched} is under serve.max_num_seqs {self.serve.max_num_seqs}")
+            raise ValueError(
+                f"serve.max_num_batched_tokens {batched} is under serve.max_num_seqs {self.serve.max_num_seqs}"
+            )
         for field, value in self.load.variants():
             try:
                 Serve.model_validate({**self.serve.model_dump(), field: value})
             except ValidationError as error:
-                raise ValueError(f"load.sweep: {value!r} is no value for serve.{field}: {error.errors()[0]['msg']}") from None
+                raise ValueError(
+                    f"load.sweep: {value!r} is no value for serve.{field}: {error.errors()[0]['msg']}"
+                ) from None
         return self
 
 
@@ -279,7 +302,8 @@ def resolve_storage(location: str) -> str:
     if root is None and os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
         raise UserError(
             f"{location!r} is a relative path inside a submitted job, where it would be lost with Ray's copy of the "
-            "working directory: give run.root and model.cache as absolute paths or URIs, or set RANKLINE_ROOT on the head"
+            "working directory: give run.root and model.cache as absolute paths or URIs, or set RANKLINE_ROOT "
+            "on the head"
         )
     return os.path.join(root or os.getcwd(), location)
 

@@ -7,6 +7,7 @@ A stage whose artifact matches config and inputs is skipped, so the same command
 """
 
 import time
+from collections.abc import Callable
 
 from jobs import artifacts, cli
 from jobs.config import Config
@@ -34,7 +35,7 @@ def run(config: Config) -> artifacts.Artifact:
     return made
 
 
-def _timed(name: str, stage, config: Config) -> artifacts.Artifact:
+def _timed(name: str, stage: Callable[[Config], artifacts.Artifact], config: Config) -> artifacts.Artifact:
     say(name, "…")
     started = time.monotonic()
     made = stage(config)
