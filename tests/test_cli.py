@@ -7,19 +7,8 @@ from pathlib import Path
 
 import pytest
 
-STAGES = [
-    "prepare",
-    "train",
-    "sweep",
-    "merge",
-    "compare",
-    "serve",
-    "loadtest",
-    "report",
-    "pipeline",
-    "describe",
-    "plan",
-]
+LINE = ["prepare", "train", "sweep", "merge", "compare", "serve", "loadtest", "report", "pipeline"]
+STAGES = [*LINE, "describe", "plan"]
 HEAVY = ["torch", "ray", "transformers", "vllm", "peft", "pyarrow", "matplotlib"]
 
 
