@@ -156,6 +156,11 @@ class Serve(Section):
     enforce_eager: bool = Field(False, description="No compilation and CUDA graphs: starts sooner, runs slower.")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for speed tests only.")
     kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="KV cache without a GPU, GiB.")
+    cpu_threads: PositiveInt | None = Field(None, description="Threads of a replica without a GPU; none shares the cores.")
+    max_requests: PositiveInt | None = Field(
+        None, description="Requests of a replica, running and waiting, past which it answers 429; none is 4 x max_num_seqs, at least 1024."
+    )
+    drain_timeout_s: PositiveInt = Field(600, description="Longest answer that a stopping replica still finishes.")
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Any further vLLM engine flag, by its own name."
     )
@@ -163,6 +168,11 @@ class Serve(Section):
 
 class Load(Section):
     endpoint: str | None = Field(None, description="URL of the server; none is this run's own.")
+    model: str | None = Field(None, description="Model name to ask for; none is serve.served_model_name, or the only one.")
+    tokenizer: str | None = Field(None, description="Tokenizer of the served model; none is the run's own model's.")
+    api: Literal["chat", "completions"] = Field("chat", description="/v1/chat/completions or /v1/completions.")
+    api_key_env: str = Field("RANKLINE_API_KEY", description="Environment variable that holds the server's API key.")
+    ignore_eos: bool = Field(True, description="Ask for exactly output_len tokens; servers other than vLLM may refuse it.")
     levels: tuple[PositiveInt, ...] = Field((1, 4, 16), description="Concurrency levels, closed loop.")
     input_len: PositiveInt = Field(512, description="Prompt tokens.")
     output_len: PositiveInt = Field(128, description="Answer tokens.")
