@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from jobs import cli, describe_page, gguf_header, model_facts, safetensors_header, tensor_facts
 from jobs.errors import UserError
-from jobs.text_page import Page
+from jobs.text_page import Page, emit
 
 
 def describe(path: Path) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace) -> None:
     if not args.text and not args.tensor:
         facts = describe(path)
         describe_page.show(page, facts, every_tensor=args.tensors)
-    print(json.dumps(facts, indent=1, ensure_ascii=False, default=str) if args.json else page.text())
+    emit(json.dumps(facts, indent=1, ensure_ascii=False, default=str) if args.json else page.text())
     if facts.get("problems"):
         raise UserError("\n       ".join(cast(list[str], facts["problems"])))
 

@@ -52,12 +52,11 @@ def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
             length = int.from_bytes(first, "little")
             if len(first) < 8:
                 raise _broken(path, f"{size} bytes are too few for a safetensors file")
-            if length > MAX_HEADER:
-                other = _other_format(first)
-                fault = other or f"says that its header has {length:,} bytes, more than {MAX_HEADER:,}: not read"
-                raise _broken(path, fault)
-            if 8 + length > size:
-                raise _broken(path, f"cut off inside its header: {size:,} bytes, the header ends at {8 + length:,}")
+            if length > MAX_HEADER or 8 + length > size:
+                fault = f"says that its header has {length:,} bytes, more than {MAX_HEADER:,}: not read"
+                if length <= MAX_HEADER:
+                    fault = f"cut off inside its header: {size:,} bytes, the header ends at {8 + length:,}"
+                raise _broken(path, _other_format(first) or fault)
             raw = handle.read(length)
     except OSError as error:
         raise UserError(f"{path}: cannot read it: {error.strerror}") from None

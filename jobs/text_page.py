@@ -4,6 +4,8 @@ What came with a model (names, templates) is shown with control characters escap
 to move the cursor.
 """
 
+import os
+import sys
 import textwrap
 import unicodedata
 from collections.abc import Sequence
@@ -58,6 +60,14 @@ class Page:
             placed = enumerate(zip(row, widths, strict=True))
             padded = [_padded(fit(cell, width), width, i in right) for i, (cell, width) in placed]
             self._lines.append(f"  {'  '.join(padded)}".rstrip())
+
+
+def emit(text: str) -> None:
+    """Print, and take it quietly when the reader (`| head`) has had enough."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the exit's own flush would fail again
 
 
 def columns(text: str) -> int:
