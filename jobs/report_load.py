@@ -1,0 +1,101 @@
+"""The load test's part of the report: what to expect at each load, the curves, and every figure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jobs import plots
+from jobs.loadgen import tables
+from jobs.loadgen.tables import number
+from jobs.plots import Axis, Series
+from jobs.report_blocks import Block, Figure, Heading, Table, Text
+
+
+def short_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One line per variant and level: what a user of the service would feel."""
+    head = ["Variant", "Load", "Output tok/s", "Requests/s"]
+    head += ["TTFT median", "TTFT P99", "TPOT median", "E2EL P99", "Failed"]
+    body = [
+        [
+            tables.variant_name(r["variant"]),
+            tables.load_name(r),
+            number(r["output_throughput"], estimated=r["tokens_estimated"]),
+            number(r["request_throughput"], 2),
+            _ms(r["median_ttft_ms"], 0),
+            _ms(r["p99_ttft_ms"], 0),
+            _ms(r["median_tpot_ms"], 1),
+            _ms(r["p99_e2el_ms"], 0),
+            str(r["failed"]),
+        ]
+        for r in rows
+    ]
+    return Table(head, body, "What to expect at each load (requests at a time)")
+
+
+def load_blocks(facts: Mapping[str, Any]) -> list[Block]:
+    """Curves, full tables and warnings of the load test; nothing where it has not run."""
+    rows = facts["load"]
+    if not rows:
+        return []
+    asked = facts["load_config"]
+    kind = f"{asked['input_len']} tokens in, {asked['output_len']} out, {asked['num_prompts']} requests a level"
+    blocks: list[Block] = [Heading("Load test"), Text(f"Random prompts, {kind}; each level starts after a warm-up.")]
+    groups = {name: [r for r in rows if tables.variant_name(r["variant"]) == name] for name in _names(rows)}
+    levels = sorted({float(r.get("rate") or r["concurrency"]) for r in rows})
+    load = Axis("requests at a time", log=True, ticks=levels)
+    lines: list[Series] = []
+    for place, (name, of) in enumerate(groups.items()):
+        at = [float(r.get("rate") or r["concurrency"]) for r in of]
+        lines.append(Series(name, at, [r["output_throughput"] or 0 for r in of], style=place))
+    svg = plots.line_chart(lines, x=load, y=Axis("output tokens/s"), title="Output tokens per second by load")
+    blocks.append(Figure("throughput", svg, "Output tokens per second"))
+    waits: list[Series] = []
+    for place, (name, of) in enumerate(groups.items()):
+        at = [float(r.get("rate") or r["concurrency"]) for r in of]
+        waits.append(Series(f"{name}, median", at, [r["median_ttft_ms"] or 0 for r in of], style=place))
+        tail = [r["p99_ttft_ms"] or 0 for r in of]
+        waits.append(Series(f"{name}, P99", at, tail, style=place, thin=True, marks=False))
+    svg = plots.line_chart(waits, x=load, y=Axis("ms", log=True), title="Time to first token by load")
+    blocks.append(Figure("ttft", svg, "Time to first token (TTFT): thick median, thin P99"))
+    trade: list[Series] = []
+    for place, (name, of) in enumerate(groups.items()):
+        notes = [tables.load_name(r) for r in of]
+        speed, pace = [r["output_throughput"] or 0 for r in of], [r["median_tpot_ms"] or 0 for r in of]
+        trade.append(Series(name, speed, pace, notes=notes, style=place))
+    svg = plots.line_chart(
+        trade, x=Axis("output tokens/s"), y=Axis("median TPOT, ms"), title="Time per output token against throughput"
+    )
+    blocks.append(Figure("tpot", svg, "Time per output token (TPOT) against throughput; the numbers are loads"))
+    for name, of in groups.items():
+        blocks.append(_long_table(name, of))
+        blocks += [Text(f"{name}, load {tables.load_name(r)}: {note}", "warning") for r in of for note in r["warnings"]]
+    return blocks
+
+
+def _long_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One column per level, as `vllm bench serve` lists its figures."""
+    counts = (
+        ("Successful requests", "completed", 0),
+        ("Failed requests", "failed", 0),
+        ("Duration, s", "duration", 1),
+        ("Input tokens", "total_input_tokens", 0),
+        ("Output tokens", "total_output_tokens", 0),
+        ("Requests/s", "request_throughput", 2),
+        ("Output tokens/s", "output_throughput", 1),
+        ("Peak output tokens/s", "max_output_tokens_per_s", 0),
+        ("Total tokens/s", "total_token_throughput", 1),
+        ("Peak concurrent requests", "max_concurrent_requests", 0),
+        ("Client lag P99, ms", "client_lag_p99_ms", 1),
+    )
+    body = [[head, *[number(r[key], digits) for r in rows]] for head, key, digits in counts]
+    for short, full in tables.NAMES.items():
+        for at, key in (("mean", "mean"), ("median", "median"), ("P90", "p90"), ("P99", "p99")):
+            body.append([f"{full} {at}, ms", *[number(r[f"{key}_{short}_ms"]) for r in rows]])
+    return Table([name, *[f"load {tables.load_name(r)}" for r in rows]], body, f"All figures, {name}")
+
+
+def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(tables.variant_name(r["variant"]) for r in rows))
+
+
+def _ms(value: float | None, digits: int) -> str:
+    return "n/a" if value is None else f"{number(value, digits)} ms"

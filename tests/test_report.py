@@ -1,0 +1,191 @@
+"""The report over artifacts made by hand: what it says, that it says it safely, and that gaps do not stop it."""
+
+import json
+import re
+from array import array
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jobs import artifacts, config, report
+from jobs.config import Config
+from jobs.errors import UserError
+from jobs.loadgen import stats
+from jobs.loadgen.stats import Record
+
+NASTY = "<script>alert(1)</script> | **bold** & 'quote'"
+
+
+def a_config(root: Path, *more: str) -> Config:
+    return config.load(None, [f"run.root={root}", "run.name=r", *more])
+
+
+def level(concurrency: int, per_token: float, seats: int, *, seed: int = 0, failed: int = 0) -> dict[str, Any]:
+    """Figures of a made-up level: `seats` decode together, the rest waits."""
+    rng = np.random.default_rng([seed, concurrency, seats])
+    busy = min(concurrency, seats)
+    records: list[Record] = []
+    for i in range(32):
+        start = 1e9 + (i // concurrency) * (0.6 + 0.1 * concurrency / seats)
+        first = start + 0.05 * busy + (0.8 * (concurrency - busy) / seats) * rng.random() + 0.02 * rng.random()
+        times = first + np.cumsum(np.full(32, per_token * (1 + 0.25 * busy)) * (0.8 + 0.4 * rng.random(32)))
+        r = Record(i, 64, 32, scheduled=start, sent=start, first_token=float(times[0]), last_token=float(times[-1]))
+        r.end, r.prompt_tokens, r.completion_tokens = float(times[-1]), 64, 32
+        r.times, r.chars = array("d", times), array("i", [4] * 32)
+        r.failure = "http 503" if i < failed else None
+        records.append(r)
+    figures = stats.summarize(records, lag_ms=[0.4, 0.9], cpu=0.1)
+    return {"concurrency": concurrency, **figures, "warnings": stats.warnings(figures)}
+
+
+def a_run(c: Config, *stages: str) -> None:
+    """Write small complete artifacts of these stages, in the shapes that the stages hand on."""
+    sha: dict[str, str] = {}
+
+    def make(stage: str, numbers: dict[str, Any], files: dict[str, str], *sections: str, **inputs: str) -> None:
+        if stage not in stages:
+            return
+        with artifacts.create(c, stage, artifacts.sections_of(c, *sections), inputs) as draft:
+            for name, text in files.items():
+                (draft.path / name).parent.mkdir(parents=True, exist_ok=True)
+                (draft.path / name).write_text(text)
+            draft.numbers |= numbers
+        sha[stage] = artifacts.read(artifacts.location(c, stage)).sha256
+
+    lock = json.dumps({"source": "smollm2-135m-instruct", "revision": None, "files": {"model.safetensors": "ab" * 32}})
+    curve = [{"step": i, "loss": 2.4 - 0.07 * i + 0.05 * (i % 3), "learning_rate": 1e-3} for i in range(1, 17)]
+    curve += [{"step": 0, "eval_loss": 2.31}, {"step": 16, "eval_loss": 1.42}]
+    metrics = "\n".join(json.dumps(m) for m in curve) + "\n"
+    prepared = {"snapshot_hash": "cd" * 32, "rows": {"train": 51, "eval": 9}}
+    make("prepare", prepared, {"train/part-0.parquet": "x"}, "data")
+    numbers = {"eval_loss_base": 2.31, "eval_loss": 1.42, "steps": 16, "tokens": 9000, "tokens_per_s": 410.0, "r": 8}
+    numbers |= {"trainable_parameters": 2_442_240, "peak_memory_gib": 1.9, "seconds": 44.0, "lora_alpha": 16}
+    adapter = {"adapter/adapter_model.safetensors": "weights", "base.lock.json": lock, "metrics.jsonl": metrics}
+    make("train", numbers, adapter, "lora", "train", prepare=sha.get("prepare", "0"))
+    trials = [
+        {"name": f"r{r}", "rank": r, "alpha": 2 * r, "use_rslora": False, "seed": 0, "parameters": r * 305_280}
+        | {"eval_loss": loss, "eval_loss_base": 2.31, "seconds": 40.0 + r, "tokens_per_s": 400.0}
+        for r, loss in ((4, 1.5), (8, 1.42), (16, 1.44))
+    ]
+    winner = {"name": "r8", "adapter": "trials/r8/adapter", "why": "It has the lowest held-out loss."}
+    files = {f"trials/{t['name']}/{name}": text for t in trials for name, text in adapter.items()}
+    swept = {"trials": trials, "winner": winner}
+    make("sweep", swept, files, "lora", "train", "sweep", prepare=sha.get("prepare", "0"))
+    make("merge", {"tensors_merged": 210, "seconds": 9.0, "reply": "Hi"}, {"model/config.json": "{}"}, "merge")
+    row = {"id": "a", "split": "eval", "reference": "Air scatters blue light.", "messages": [{"role": "user"}]}
+    row["messages"] = [{"role": "user", "content": "Why is the sky blue?"}]
+    tuned = "Air scatters blue light most."
+    row["answers"] = {"base": NASTY, "adapter": tuned, "merged": tuned}
+    make("compare", {"prompts": 3}, {"answers.jsonl": json.dumps(row) + "\n"}, "compare", merge=sha.get("merge", "0"))
+    rows = [
+        {"variant": {"max_num_seqs": seats}, **level(n, 0.02, seats, failed=1 if (n, seats) == (16, 4) else 0)}
+        for seats in (4, 16)
+        for n in (1, 4, 16)
+    ]
+    make("loadtest", {"levels": rows}, {"results.json": json.dumps(rows)}, "load", "serve", merge=sha.get("merge", "0"))
+
+
+EVERYTHING = ("prepare", "sweep", "merge", "compare", "loadtest")
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """Directory of a full run's report."""
+    c = a_config(tmp_path, "sweep.ranks=[4,8,16]", "load.sweep=serve.max_num_seqs:4,16")
+    a_run(c, *EVERYTHING)
+    return report.run(c).path
+
+
+class Page(HTMLParser):
+    """Tags, attributes and visible text of a page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_answer_comes_first_with_its_numbers(full: Path) -> None:
+    text = (full / "report.md").read_text()
+    first = next(line for line in text.splitlines() if line.startswith("**"))
+    assert "better than its base" in first
+    assert "1.420 against 2.310" in first
+    assert "4.14 against 10.07" in first  # e^1.42 and e^2.31
+    assert text.index("better than its base") < text.index("## Load test") < text.index("## Training")
+
+
+def test_the_html_opens_offline_and_holds_its_plots(full: Path) -> None:
+    raw = (full / "report.html").read_text()
+    page = Page()
+    page.feed(raw)
+    names = [tag for tag, _ in page.tags]
+    assert not {"script", "link", "img", "iframe"} & set(names)
+    assert not re.search(r"""(src|href)=["']?http|url\(|@import""", raw)
+    figures = [attrs.get("id") for tag, attrs in page.tags if tag == "figure"]
+    assert figures == ["throughput", "ttft", "tpot", "loss", "sweep"]
+    assert names.count("svg") == 5
+    assert all(attrs.get("aria-label") for tag, attrs in page.tags if tag == "svg")
+
+
+def test_what_a_model_answered_is_text_not_markup(full: Path) -> None:
+    page = Page()
+    page.feed((full / "report.html").read_text())
+    assert NASTY in page.text
+    assert "<script" not in (full / "report.md").read_text()
+
+
+def test_the_three_files_hold_the_same_numbers(full: Path) -> None:
+    results = json.loads((full / "results.json").read_text())
+    page = Page()
+    page.feed((full / "report.html").read_text())
+    markdown = (full / "report.md").read_text()
+    assert len(results["load"]) == 6
+    for row in results["load"]:
+        for shown in (f"{row['output_throughput']:,.1f}", f"{row['median_tpot_ms']:,.1f}"):
+            assert shown in page.text
+            assert shown in markdown
+    assert "1 of 32 requests failed (1 http 503)" in page.text
+
+
+def test_numbers_can_be_traced(full: Path) -> None:
+    page = Page()
+    page.feed((full / "report.html").read_text())
+    sweep = artifacts.read(full.parent / "sweep")
+    for sought in ("cdcdcdcdcdcd", "abababababab", sweep.sha256[:12], "data/science"):
+        assert sought in page.text
+    assert "rank 8, alpha 16, trial r8 of sweep" in page.text
+
+
+@pytest.mark.parametrize(
+    ("stages", "says"),
+    [
+        (("prepare", "train", "merge", "loadtest"), "better than its base"),
+        (("prepare", "train"), "The load test has not run"),
+        (("loadtest",), "measured no held-out loss"),
+        (("prepare",), "measured no held-out loss"),
+    ],
+)
+def test_missing_stages_are_said_and_do_not_stop_it(tmp_path: Path, stages: tuple[str, ...], says: str) -> None:
+    c = a_config(tmp_path)
+    a_run(c, *stages)
+    assert says in (report.run(c).path / "report.md").read_text()
+
+
+def test_no_stage_at_all_is_a_users_error(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no finished stage"):
+        report.run(a_config(tmp_path))
+
+
+def test_a_second_run_changes_nothing(full: Path, tmp_path: Path) -> None:
+    before = artifacts.read(full).sha256
+    again = report.run(a_config(tmp_path, "sweep.ranks=[4,8,16]", "load.sweep=serve.max_num_seqs:4,16"))
+    assert again.sha256 == before
