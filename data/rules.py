@@ -167,7 +167,7 @@ def manner(example: Example, facts: Mapping[str, Card]) -> Iterator[str]:
     for what, pattern in {"markup": MARKUP, "filler": FILLER, "private question": PRIVATE}.items():
         if found := pattern.search(answer):
             yield f"{what} {found[0]!r}"
-    if not re.search("[.?!。？！][\"”」』)）]?$", answer):
+    if not re.search('[.?!。？！]["”」』)）]?$', answer):
         yield "the answer does not end as a sentence does"
 
 
