@@ -14,7 +14,9 @@ EXAMPLE_KEYS = ("id", "fact_ids", "grade_band", "language", "history", "user", "
 GRADE_BAND = re.compile(r"([1-6])(?:-([1-6]))?")
 # Tab, line feed and CR LF are text; every other C0 and C1 control, U+0085 too, and half a surrogate pair are not.
 FORBIDDEN = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]|\r(?!\n)")
+ROLES = {"system": "system", "user": "user", "assistant": "assistant"}
 CALLS = ("tool_calls", "function_call")
+CALL_ROLES = ("tool", "function", "observation", "function_call", "ipython")
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
@@ -60,7 +62,7 @@ class Problem(NamedTuple):
 def check_text(value: object, field: str, *, blank: str = "empty") -> Problem | None:
     """The problem with a text field, if any: type, blank, control characters, lone surrogates."""
     if not isinstance(value, str):
-        return Problem(field, "type", f"expected text, found {shown(value)}")
+        return Problem(field, blank if value is None else "type", f"expected text, found {shown(value)}")
     if not value.strip():
         return Problem(field, blank, f"expected text, found {'an empty string' if not value else 'only white space'}")
     bad = FORBIDDEN.search(value)
@@ -107,79 +109,81 @@ def check_example(value: object, facts: Collection[str]) -> list[Problem]:
 
 
 def check_messages(
-    value: object, *, field: str = "messages", role: str = "role", content: str = "content", system: bool = True
+    value: object,
+    *,
+    field: str = "messages",
+    role: str = "role",
+    content: str = "content",
+    roles: Mapping[str, str] = ROLES,
+    system: bool = True,
 ) -> list[Problem]:
     """The problems of a chat that must end with the assistant's answer.
 
-    Order: at most one system message, first; then user and assistant in turn. `field`, `role` and `content` are
-    the names that the user's file has for them.
+    Order: at most one system message, first; then user and assistant in turn. `field`, `role` and `content` are the
+    names that the user's file has for them, `roles` its names of the three roles.
     """
     if not isinstance(value, list):
-        return [Problem(field, "type", f"expected a list of turns, found {shown(value)}")]
+        hint = ": JSON inside a text, parse it first" if isinstance(value, str) and value[:1] in "[{" else ""
+        return [Problem(field, "type", f"expected a list of turns, found {shown(value)}{hint}")]
     turns = cast(list[object], value)
     if not turns:
         return [Problem(field, "empty", "no turns: a question and an answer are needed")]
     problems: list[Problem] = []
-    last = len(turns) - 1
+    named: list[str] = []
     for i, turn in enumerate(turns):
+        where = f"{field}[{i}]"
         if not isinstance(turn, dict):
-            problems.append(Problem(f"{field}[{i}]", "type", f"expected an object, found {shown(turn)}"))
+            problems.append(Problem(where, "type", f"expected an object, found {shown(turn)}"))
             continue
         turn = cast(dict[str, Any], turn)
-        if len(turn) != 2:
-            problems += _refused_keys(turn, f"{field}[{i}]")
-        missing = [key for key in (role, content) if key not in turn]
-        problems += [
-            Problem(f"{field}[{i}].{key}", "missing", f"no {key!r} here; keys: {listed(turn)}") for key in missing
-        ]
-        if role in turn and (problem := _check_role(turn[role], f"{field}[{i}].{role}")):
-            problems.append(problem)
-        if content in turn:
-            blank = "empty_answer" if i == last else "empty"
-            if problem := check_text(turn[content], f"{field}[{i}].{content}", blank=blank):
+        refused = _refused_keys(turn, where) if len(turn) != 2 else []
+        problems += refused
+        for key in (role, content):
+            if key not in turn:
+                problems.append(Problem(f"{where}.{key}", "missing", f"no {key!r} here; keys: {listed(turn)}"))
+        if role in turn:
+            if problem := _check_role(turn[role], f"{where}.{role}", roles):
                 problems.append(problem)
-    roles = [cast(dict[str, Any], turn).get(role) if isinstance(turn, dict) else None for turn in turns]
-    if not any(p.kind in ("role", "missing", "type", "tools") for p in problems):
-        problems += _check_order(cast(list[str], roles), field, role, system)
+            else:
+                named.append(turn[role])
+        if content in turn and not refused:
+            blank = "empty_answer" if i == len(turns) - 1 else "empty"
+            if problem := check_text(turn[content], f"{where}.{content}", blank=blank):
+                problems.append(problem)
+    if len(named) == len(turns):
+        problems += _check_order(named, field, role, roles, system)
     return problems
 
 
-def _check_order(roles: Sequence[str], field: str, role: str, system: bool) -> list[Problem]:
+def _check_order(named: Sequence[str], field: str, role: str, roles: Mapping[str, str], system: bool) -> list[Problem]:
+    """The first turn that is out of order; what follows it would only repeat the complaint."""
     expected = "user"
-    for i, found in enumerate(roles):
-        where = f"{field}[{i}].{role}"
+    for i, name in enumerate(named):
+        where, found = f"{field}[{i}].{role}", roles[name]
         if found == "system":
             if i == 0 and system:
                 continue
-            hint = (
-                "a system message may only be the first turn"
-                if system
-                else "history holds user and assistant turns only"
-            )
-            return [Problem(where, "order", f"{hint}; found 'system'")]
+            hint = "a system message may only come first" if system else "history holds user and assistant turns only"
+            return [Problem(where, "order", f"{hint}; found {name!r}")]
         if found != expected:
-            after = f" after {roles[i - 1]!r}" if i else " as the first turn"
-            return [
-                Problem(where, "order", f"expected {expected!r}{after}, found {found!r}: user and assistant alternate")
-            ]
+            place = f"after {named[i - 1]!r}" if i else "as the first turn"
+            return [Problem(where, "order", f"expected the {expected} {place}, found {name!r}: the two alternate")]
         expected = "assistant" if found == "user" else "user"
-    if roles[-1] != "assistant":
-        where = f"{field}[{len(roles) - 1}].{role}"
-        return [Problem(where, "order", f"the last turn must be the assistant's answer, found {roles[-1]!r}")]
+    if roles[named[-1]] != "assistant":
+        where = f"{field}[{len(named) - 1}].{role}"
+        return [Problem(where, "order", f"the last turn must be the assistant's answer, found {named[-1]!r}")]
     return []
 
 
-def _check_role(value: object, where: str) -> Problem | None:
-    if isinstance(value, str) and value in ("system", "user", "assistant"):
-        return None
-    if value in ("tool", "function", "observation", "function_call"):
-        return Problem(where, "tools", f"role {value!r}: tool calls are not supported, leave such rows out")
-    hint = ""
-    if value == "developer":
-        hint = ": rename it to 'system'"
-    elif isinstance(value, str) and value.strip().lower() in ("system", "user", "assistant"):
-        hint = f": write it as {value.strip().lower()!r}"
-    return Problem(where, "role", f"expected system, user or assistant, found {shown(value)}{hint}")
+def _check_role(value: object, where: str, roles: Mapping[str, str]) -> Problem | None:
+    if isinstance(value, str):
+        if value in roles:
+            return None
+        if value in CALL_ROLES:
+            return Problem(where, "tools", f"role {value!r}: tool calls are not supported, leave such rows out")
+    plain = value.strip().lower() if isinstance(value, str) else ""
+    hint = f": write it as {plain!r}" if plain in roles else ": rename it to 'system'" if plain == "developer" else ""
+    return Problem(where, "role", f"expected {', '.join(roles)}, found {shown(value)}{hint}")
 
 
 def _refused_keys(turn: Mapping[str, Any], where: str) -> list[Problem]:

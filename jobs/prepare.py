@@ -1,0 +1,301 @@
+"""Check a dataset, split it by fact, tokenize it with the model's own chat template, and write a snapshot.
+
+    python -m jobs.prepare --config FILE [--drop-invalid] [key=value ...]
+    python -m jobs.prepare --check SNAPSHOT_DIRECTORY      hash a snapshot again and compare
+
+Formats: ours, OpenAI chat, ShareGPT and Alpaca, as JSON lines, a JSON array or Parquet, plain, .gz or .zst, from a
+directory, a file, a glob or a URI. Every bad row is reported with file, line and field, up to data.max_errors;
+--drop-invalid (data.drop_invalid=true) drops and counts them instead. Nothing is truncated. Loss is on the last
+answer and its end-of-turn token.
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from data import decision, files, formats, parts, reading, rendering, snapshot
+from data.prompts import ROLE_PROMPT
+from data.schema import Card, check_card
+from jobs import artifacts, cli
+from jobs.artifacts import Artifact, Draft
+from jobs.config import Config, resolve_storage
+from jobs.errors import UserError
+from jobs.progress import Progress, say
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    Load = Callable[[int], "pa.Table"]
+
+SPAN_BYTES = 8 << 20
+SMALL_BYTES = 16 << 20  # some 20,000 rows: tokenized here before Ray would have started
+SHAPING = {"format", "split_by", "group_key", "eval_fraction", "max_seq_len", "drop_invalid", "role_prompt"}
+
+
+def run(config: Config) -> Artifact:
+    """Make the snapshot of `config.data`, or return the one that is there.
+
+    Raises UserError listing the bad rows, or naming the file, key or component that stands in the way.
+    """
+    from cluster import models
+
+    data = config.data
+    if data.split_by == "group" and data.group_key is None:
+        raise UserError("data.split_by=group needs data.group_key: the key of a row whose rows stay together")
+    assets = rendering.load_assets(models.fetch(config).path, enable_thinking=config.model.enable_thinking)
+    found = files.find(dataset_path(data.path))
+    sources, spans = planned(found.rows)
+    card_sources, card_spans = planned(found.facts)
+    sections = {
+        "data": data.model_dump(mode="json", include=SHAPING),
+        "model": {"enable_thinking": config.model.enable_thinking},
+        "run": {"seed": config.run.seed},
+    }
+    inputs = {
+        "dataset": artifacts.sha256_json([[s.name, s.sha256] for s in (*sources, *card_sources)]),
+        "tokenizer": assets.fingerprint,
+    }
+    if (artifact := artifacts.existing(config, "prepare", sections, inputs)) is not None:
+        say("prepare", f"up to date: {artifact.path}")
+        return artifact
+    rules = rules_for(config, spans, card_spans)
+    named = f"{data.path}: {len(sources)} file(s), {sum(s.size for s in sources) / 1e6:,.1f} MB"
+    say("prepare", f"{named}, format {rules.format}{' (detected)' if data.format == 'auto' else ''}")
+    with processed(config, spans, rules, assets) as (done, load):
+        decided = judged(config, done, load)
+        with artifacts.create(config, "prepare", sections, inputs) as draft:
+            header = {**sections, "tokenizer": assets.fingerprint, "format": rules.format}
+            header["data"] = {**sections["data"], "format": rules.format, "drop_invalid": None, "role_prompt": None}
+            if rules.format == "rankline":
+                header["data"]["role_prompt"] = rules.role_prompt
+            write(draft, done, load, decided, header)
+            draft.numbers |= {
+                "path": data.path,
+                "format": rules.format,
+                "files": len(sources),
+                "dropped": dict(decided.kinds),
+                "lengths": decision.lengths(done, max_seq_len=data.max_seq_len),
+                "notes": dict(sum((part.notes for part in done), Counter[str]())),
+            }
+    artifact = artifacts.read(artifacts.location(config, "prepare"))
+    rows = ", ".join(f"{n:,} {split}" for split, n in artifact.numbers["rows"].items())
+    say("prepare", f"{rows} rows, snapshot {artifact.numbers['snapshot_hash'][:16]}, in {artifact.path}")
+    return artifact
+
+
+def dataset_path(path: str) -> str:
+    """Where the dataset lies: as given, in the working directory, or else where runs are kept."""
+    if "://" in path or os.path.isabs(path):
+        return path
+    here = os.path.abspath(os.path.expanduser(path))
+    return here if os.path.exists(here) or any(c in path for c in "*?[") else resolve_storage(path)
+
+
+def planned(named: Sequence[tuple[str, str]]) -> tuple[list[files.Source], list[files.Span]]:
+    """Hash every file and cut it into spans."""
+    sources: list[files.Source] = []
+    spans: list[files.Span] = []
+    for uri, name in named:
+        source, cut = files.plan(uri, name, index=len(spans), span_bytes=SPAN_BYTES)
+        sources.append(source)
+        spans += cut
+    return sources, spans
+
+
+def rules_for(config: Config, spans: Sequence[files.Span], card_spans: Sequence[files.Span]) -> formats.Rules:
+    """The row format, given or detected from the first rows of every file, and the fact cards.
+
+    Raises UserError when no format fits, or naming the bad cards.
+    """
+    data = config.data
+    name: str | None = data.format
+    if data.format == "auto":
+        heads = {span.source.uri: span for span in reversed(spans)}
+        values = [raw.value for span in heads.values() for raw in islice(reading.read(span), 20)]
+        if not values:
+            raise UserError(f"{data.path}: no rows: the file is empty")
+        name = formats.detect(values)
+        if name is None:
+            keys = "; ".join(f"{key!r} ({form})" for form, key in formats.MAIN_KEY.items())
+            raise UserError(f"{data.path}: no known format: a row needs one of {keys}. Or give data.format")
+    cards = read_cards(card_spans) if name == "rankline" else {}
+    if name == "rankline" and not cards:
+        raise UserError(f"{data.path}: no fact cards: put facts.jsonl beside the examples")
+    return formats.Rules(
+        format=cast(str, name),
+        split_by=data.split_by,
+        group_key=data.group_key,
+        role_prompt=ROLE_PROMPT if data.role_prompt is None else data.role_prompt,
+        facts=cards,
+    )
+
+
+def read_cards(spans: Sequence[files.Span]) -> dict[str, Card]:
+    """The fact cards by id. Raises UserError listing every bad card: rows cannot be judged without them."""
+    cards: dict[str, Card] = {}
+    seen: dict[str, str] = {}
+    bad: list[str] = []
+    for raw in (raw for span in spans for raw in reading.read(span)):
+        problems = [raw.problem] if raw.problem else check_card(raw.value)
+        if not problems and raw.value["id"] in seen:
+            bad.append(f"  {raw.source}: id: {raw.value['id']!r} is also the id of {seen[raw.value['id']]}")
+        elif not problems:
+            cards[raw.value["id"]] = raw.value
+            seen[raw.value["id"]] = raw.source
+        bad += [f"  {raw.source}: {problem}" for problem in problems]
+    if bad:
+        raise UserError("the fact cards are bad; put them right first\n" + "\n".join(bad))
+    return cards
+
+
+@contextlib.contextmanager
+def processed(
+    config: Config, spans: Sequence[files.Span], rules: formats.Rules, assets: rendering.Assets
+) -> Iterator[tuple[list[parts.Part], "Load"]]:
+    """Every span tokenized: the parts in order, and a function that gives the rows of one.
+
+    Small datasets are worked on in this process, large ones by Ray Data; the parts are the same.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    limits = {"max_seq_len": config.data.max_seq_len, "max_errors": config.data.max_errors}
+    sizes = {span.index: _bytes(span) for span in spans}
+    if sum(sizes.values()) <= SMALL_BYTES:
+        renderer = rendering.Renderer(assets)
+        done: list[parts.Part] = []
+        tables: list[pa.Table] = []
+        with Progress("prepare", sum(sizes.values()) / 1e6, unit=" MB") as progress:
+            for span in spans:
+                rows: list[pa.Table] = []
+                done.append(parts.prepare(span, rules, renderer, **limits, write=rows.append))
+                tables.append(pa.concat_tables(rows) if rows else snapshot.schema().empty_table())
+                progress.update(sum(sizes[part.index] for part in done) / 1e6)
+        yield done, tables.__getitem__
+        return
+    from cluster import local
+    from data import distributed
+
+    local.connect(config)
+    with _staging(config) as staging, Progress("prepare", sum(sizes.values()) / 1e6, unit=" MB") as progress:
+        started, arrived, size, count = time.monotonic(), list[parts.Part](), 0.0, 0
+        for part in distributed.stream(spans, rules, assets, staging=staging, **limits):
+            arrived.append(part)
+            size, count = size + sizes[part.index] / 1e6, count + part.rows
+            progress.update(round(size, 1), f"{count:,} rows, {count / (time.monotonic() - started):,.0f} rows/s")
+        arrived.sort(key=lambda part: part.index)
+        store, _ = files.filesystem(staging)
+
+        def load(i: int) -> pa.Table:
+            path = files.filesystem(distributed.staging_file(staging, arrived[i].index))[1]
+            return pq.read_table(path, filesystem=store, partitioning=None)
+
+        yield arrived, load
+
+
+def judged(config: Config, done: Sequence[parts.Part], load: "Load") -> decision.Decision:
+    """Decide on every row, print the length report and what was dropped. Raises UserError for what is refused."""
+    data = config.data
+    decided = decision.decide(
+        done, load, seed=config.run.seed, eval_fraction=data.eval_fraction, max_errors=data.max_errors
+    )
+    for text, n in sum((part.notes for part in done), Counter[str]()).items():
+        say("prepare", f"{text} ({n:,}×)")
+    for line in decision.lengths_text(decision.lengths(done, max_seq_len=data.max_seq_len)):
+        say("prepare", line)
+    if decided.bad_rows and not data.drop_invalid:
+        raise decision.refuse_rows(decided, data.path, max_errors=data.max_errors)
+    if decided.bad_rows:
+        kinds = ", ".join(f"{kind} {n:,}" for kind, n in decided.kinds.most_common())
+        say("prepare", f"dropped {decided.bad_rows:,} bad rows: {kinds}")
+    decision.check_split(decided, done, load, data.path, split_by=data.split_by)
+    return decided
+
+
+def write(
+    draft: Draft, done: Sequence[parts.Part], load: "Load", decided: decision.Decision, header: dict[str, Any]
+) -> None:
+    """Write the kept rows of every part to its split, and the snapshot's hash into the draft's numbers."""
+    import numpy as np
+    import pyarrow as pa
+
+    digests: dict[str, list[Any]] = {split: [] for split in snapshot.SPLITS}
+    rows = dict.fromkeys(snapshot.SPLITS, 0)
+    start = 0
+    for i, part in enumerate(done):
+        table = load(i)
+        span = slice(start, start + part.rows)
+        start += part.rows
+        for split, flags in (("train", ~decided.held_out[span]), ("eval", decided.held_out[span])):
+            chosen: Any = flags & decided.keep[span]
+            if np.any(chosen):
+                snapshot.write(draft.path, split, i, table.filter(pa.array(chosen)))
+                digests[split].append(part.arrays["digests"][chosen].tobytes())
+                rows[split] += int(chosen.sum())
+    draft.numbers |= {"snapshot_hash": snapshot.combine(header, digests), "hash_header": header, "rows": rows}
+
+
+@contextlib.contextmanager
+def _staging(config: Config) -> Iterator[str]:
+    """A directory or URI beside the artifact, gone afterwards together with the parents that were made for it."""
+    where = artifacts.location(config, "prepare")
+    if "://" in where:
+        store, path = files.filesystem(f"{where}.staging")
+        store.create_dir(path)
+        try:
+            yield f"{where}.staging"
+        finally:
+            store.delete_dir(path)
+        return
+    parent = Path(where).parent
+    parent.mkdir(parents=True, exist_ok=True)
+    staging = tempfile.mkdtemp(prefix=".prepare.staging-", dir=parent)
+    try:
+        yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        with contextlib.suppress(OSError):  # keeps a directory that holds anything
+            parent.rmdir()
+
+
+def _bytes(span: files.Span) -> int:
+    if span.source.kind == "lines" and span.source.compression is None:
+        return span.stop - span.start
+    return span.source.size * (1 if span.source.kind == "array" and span.source.compression is None else 4)
+
+
+def check(directory: str) -> None:
+    """Verify a snapshot and say so. Raises UserError naming what differs."""
+    path = Path(directory)
+    if (path / "prepare").is_dir():
+        path = path / "prepare"
+    say("prepare", f"{path}: {snapshot.verify(path)} holds")
+
+
+def main(argv: Sequence[str]) -> None:
+    """The command line; never returns."""
+    given = list(argv)
+    if given and given[0] == "--check":
+        if len(given) != 2:
+            cli.guard(lambda: _usage("--check takes the directory of one snapshot"))
+        cli.guard(lambda: check(given[1]))
+    if "--drop-invalid" in given:
+        given.remove("--drop-invalid")
+        given.append("data.drop_invalid=true")
+    cli.main("prepare", run, __doc__, given)
+
+
+def _usage(text: str) -> None:
+    raise UserError(text)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
