@@ -32,6 +32,7 @@ def variables(place: Path, token_path: Path) -> dict[str, str]:
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token_path),
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_JOB_STOP_WAIT_TIME_S": "30",  # a stage that is stopped removes what it had half written
         "RAY_enable_worker_prestart": "0",  # six idle workers cost two cores ten seconds
         "RAY_prestart_worker_first_driver": "0",
         "SPT_NOENV": "1",  # process titles leave /proc/PID/environ, and so our mark, readable

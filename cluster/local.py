@@ -110,7 +110,8 @@ def connect(config: Config, *, private: bool = True) -> None:
 
         if ray.is_initialized():
             return
-    address = config.cluster.address or os.environ.get("RAY_ADDRESS")
+    in_a_job = "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+    address = (None if in_a_job else config.cluster.address) or os.environ.get("RAY_ADDRESS")
     if address is None and (head := running()) is not None:
         os.environ.update(client_environment(head))
         address = head.address

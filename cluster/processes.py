@@ -29,10 +29,11 @@ def marked(cluster_id: str) -> list[psutil.Process]:
     return [process for pid, process in found.items() if pid not in own]
 
 
-def end(cluster_id: str, *, patience_s: float = 10.0) -> int:
+def end(cluster_id: str, *, last: str = "gcs_server", patience_s: float = 10.0) -> int:
     """End every process that carries the id: SIGTERM, then SIGKILL after `patience_s`. Returns how many there were.
 
-    Looks again until none is left, since a process may start another one while it is being ended.
+    Looks again until none is left, since a process may start another one while it is being ended. The program named
+    `last` is asked when the others are gone: without its control store Ray's other processes wait, and do not end.
     """
     asked: set[tuple[int, float]] = set()
     started = time.monotonic()
@@ -46,8 +47,10 @@ def end(cluster_id: str, *, patience_s: float = 10.0) -> int:
                 key = (process.pid, process.create_time())
                 if late:
                     process.kill()
-                elif key not in asked:
+                elif key not in asked and (process.name() != last or len(left) == 1):
                     process.terminate()
+                else:
+                    continue
                 asked.add(key)
         time.sleep(0.1)
     return len(asked)
