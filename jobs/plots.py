@@ -61,7 +61,7 @@ def line_chart(
     x_ticks, y_ticks = _ticks(xs, x), _ticks(ys, y)
     names = [s.name for _, s, _ in kept] + ([reference[0]] if reference else [])
     left, top, bottom = 14 + 7 * max(len(_label(t)) for t in y_ticks) + 16, 14, 46
-    right = 16 + round(6.6 * max(len(n) for n in names))
+    right = 14 + round(8.3 * max(len(n) for n in names))
     plot_w, plot_h = width - left - right, height - top - bottom
     to_x = _scale(x_ticks, xs, x, left, plot_w)
     to_y = _scale(y_ticks, ys, y, top + plot_h, -plot_h)

@@ -51,9 +51,9 @@ def load_blocks(facts: Mapping[str, Any]) -> list[Block]:
     waits: list[Series] = []
     for place, (name, of) in enumerate(groups.items()):
         at = [float(r.get("rate") or r["concurrency"]) for r in of]
-        waits.append(Series(f"{name}, median", at, [r["median_ttft_ms"] or 0 for r in of], style=place))
+        waits.append(Series(name, at, [r["median_ttft_ms"] or 0 for r in of], style=place))
         tail = [r["p99_ttft_ms"] or 0 for r in of]
-        waits.append(Series(f"{name}, P99", at, tail, style=place, thin=True, marks=False))
+        waits.append(Series("P99", at, tail, style=place, thin=True, marks=False))
     svg = plots.line_chart(waits, x=load, y=Axis("ms", log=True), title="Time to first token by load")
     blocks.append(Figure("ttft", svg, "Time to first token (TTFT): thick median, thin P99"))
     trade: list[Series] = []
@@ -65,14 +65,15 @@ def load_blocks(facts: Mapping[str, Any]) -> list[Block]:
         trade, x=Axis("output tokens/s"), y=Axis("median TPOT, ms"), title="Time per output token against throughput"
     )
     blocks.append(Figure("tpot", svg, "Time per output token (TPOT) against throughput; the numbers are loads"))
-    for name, of in groups.items():
-        blocks.append(_long_table(name, of))
-        blocks += [Text(f"{name}, load {tables.load_name(r)}: {note}", "warning") for r in of for note in r["warnings"]]
-    return blocks
+    for r in rows:
+        where = f"{tables.variant_name(r['variant'])}, load {tables.load_name(r)}"
+        blocks += [Text(f"{where}: {note}", "warning") for note in r["warnings"]]
+    together = [rows] if len(rows) <= 9 else list(groups.values())
+    return [*blocks, *[_long_table(some) for some in together]]
 
 
-def _long_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One column per level, as `vllm bench serve` lists its figures."""
+def _long_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One column per variant and level, one line per figure of `vllm bench serve`."""
     counts = (
         ("Successful requests", "completed", 0),
         ("Failed requests", "failed", 0),
@@ -90,7 +91,8 @@ def _long_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     for short, full in tables.NAMES.items():
         for at, key in (("mean", "mean"), ("median", "median"), ("P90", "p90"), ("P99", "p99")):
             body.append([f"{full} {at}, ms", *[number(r[f"{key}_{short}_ms"]) for r in rows]])
-    return Table([name, *[f"load {tables.load_name(r)}" for r in rows]], body, f"All figures, {name}")
+    heads = [f"{tables.variant_name(r['variant'])}, load {tables.load_name(r)}" for r in rows]
+    return Table(["Figure", *heads], body, "All figures")
 
 
 def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:

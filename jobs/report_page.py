@@ -87,7 +87,11 @@ def _training(facts: Facts) -> list[Block]:
     base = tuned.get("eval_loss_base")
     reference = None if base is None else ("base, held out", float(base))
     svg = plots.line_chart(
-        lines, x=Axis("step"), y=Axis("loss, nats a token"), reference=reference, title="Loss by training step"
+        lines,
+        x=Axis("step"),
+        y=Axis("loss, nats a token", zero=False),
+        reference=reference,
+        title="Loss by training step",
     )
     if svg:
         blocks.append(Figure("loss", svg, f"Loss of {tuned['name']}"))

@@ -159,7 +159,8 @@ def summarize(records: Sequence[Record], *, lag_ms: Sequence[float] = (), cpu: f
         "tokens_estimated": any(r.estimated for r in good),
         "request_throughput": len(good) * rate,
         "output_throughput": None if output_tokens is None else output_tokens * rate,
-        "total_token_throughput": None if output_tokens is None or input_tokens is None
+        "total_token_throughput": None
+        if output_tokens is None or input_tokens is None
         else (input_tokens + output_tokens) * rate,
         "max_output_tokens_per_s": None if output_tokens is None else peak_per_second(records),
         "max_concurrent_requests": peak_concurrency(records),

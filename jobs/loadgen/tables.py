@@ -1,5 +1,6 @@
 """The load test's tables as text, at most 110 columns wide, legible without colour."""
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -62,7 +63,7 @@ def table(rows: Sequence[Row], *, title: str) -> str:
                 known = name in ("tpot", "itl")
                 columns.append([head, *[number(r[f"{key}_{name}_ms"], estimated=known and est(r)) for r in rows]])
         blocks.append(_block(columns))
-    notes = [f"! load {load_name(r)}: {note}" for r in rows for note in r["warnings"]]
+    notes = [_wrapped(f"! load {load_name(r)}: {note}") for r in rows for note in r["warnings"]]
     return "\n".join([title, *("\n" + b for b in blocks), *([""] if notes else []), *notes])
 
 
@@ -83,7 +84,7 @@ def trade(rows: Sequence[Row]) -> str:
             cells = [number(of[variant, n][key], digits) if (variant, n) in of else "" for n in loads]
             columns.append([f"{head}: [{i + 1}]" if i == 0 else f"[{i + 1}]", *cells])
     legend = "   ".join(f"[{i + 1}] {v}" for i, v in enumerate(variants))
-    return f"Side by side: {legend}\n\n{_block(columns)}\n\n{trade_sentence(rows)}"
+    return f"Side by side: {legend}\n\n{_block(columns)}\n\n{_wrapped(trade_sentence(rows))}"
 
 
 def trade_sentence(rows: Sequence[Row]) -> str:
@@ -104,6 +105,10 @@ def trade_sentence(rows: Sequence[Row]) -> str:
         f"token goes from {number(a[keys[1]], 0)} to {number(b[keys[1]], 0)} ms, and the time per token after it "
         f"from {number(a[keys[2]])} to {number(b[keys[2]])} ms."
     )
+
+
+def _wrapped(text: str) -> str:
+    return "\n".join(textwrap.wrap(text, WIDTH, subsequent_indent="  " if text.startswith("!") else ""))
 
 
 def _block(columns: Sequence[Sequence[str]]) -> str:
