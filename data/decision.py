@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 PADDED_ROWS = 8
+SOME_ROWS = 6
 
 
 @dataclass
@@ -78,7 +79,7 @@ def decide(
 def refuse_rows(decision: Decision, path: str, *, max_errors: int) -> UserError:
     """The message for a dataset with bad rows: each with file, line and field, then how many of which kind."""
     total = decision.bad_rows + int(decision.keep.sum())
-    lines = [f"  {row.source}: {problem}" for row in decision.bad[:max_errors] for problem in row.problems[:4]]
+    lines = [f"  {_shown(row.source)}: {problem}" for row in decision.bad[:max_errors] for problem in row.problems[:4]]
     if decision.bad_rows > max_errors:
         lines.append(f"  … and {decision.bad_rows - max_errors:,} more bad rows (data.max_errors={max_errors})")
     kinds = ", ".join(f"{kind} {n:,}" for kind, n in decision.kinds.most_common())
@@ -90,7 +91,7 @@ def refuse_rows(decision: Decision, path: str, *, max_errors: int) -> UserError:
 
 
 def check_split(
-    decision: Decision, parts: Sequence[Part], load: Callable[[int], "pa.Table"], path: str, *, split_by: str
+    decision: Decision, parts: Sequence[Part], load: Callable[[int], "pa.Table"], path: str, *, by_question: bool
 ) -> None:
     """Refuse an empty split, or a component too large to be put on one side. Raises UserError naming it."""
     import numpy as np
@@ -99,7 +100,9 @@ def check_split(
     if not rows:
         raise UserError(f"{path}: no rows are left: nothing to train on")
     where = _Rows(parts, load)
-    for first, share in splits.too_large(decision.components, decision.keep):
+    # Rows without facts or groups stay with those of the same question: in a handful of rows that means nothing.
+    at_least = SOME_ROWS if by_question else 2
+    for first, share in splits.too_large(decision.components, decision.keep, at_least=at_least):
         names = _names(decision, parts, first)
         what = (
             f"the rows of {', '.join(names)}" if names else f"the rows that belong with {where.text(first, 'source')}"
@@ -107,7 +110,7 @@ def check_split(
         raise UserError(
             f"{path}: {what} stay together and are {share:.0%} of all rows; over {splits.LARGEST_COMPONENT:.0%} the "
             "evaluation split would be far off its size or cover one subject only. Add rows on other subjects, cut the "
-            f"links between these, or split otherwise (data.split_by={'hash' if split_by != 'hash' else 'group'})"
+            f"links between these, or split otherwise (data.split_by={'group' if by_question else 'hash'})"
         )
     for name, flags in (("train", ~decision.held_out), ("eval", decision.held_out)):
         if not np.any(flags & decision.keep):
@@ -147,6 +150,12 @@ def lengths_text(report: dict[str, Any]) -> list[str]:
         f"saves {report['padding_saved_by_packing']:.0%} of padded batches of {PADDED_ROWS} rows"
     )
     return lines
+
+
+def _shown(source: str) -> str:
+    """Parquet has rows, not lines."""
+    name, _, number = source.rpartition(":")
+    return f"{name}: row {number}" if name.endswith(".parquet") else source
 
 
 class _Rows:

@@ -14,10 +14,8 @@ from data import parts
 from data.files import Span, filesystem
 from data.formats import Rules
 from data.parts import Part
-from data.rendering import Assets, Renderer
+from data.rendering import Assets, Renderer, renderer
 from jobs.errors import UserError
-
-_renderers: dict[str, Renderer] = {}
 
 
 def stream(
@@ -35,16 +33,13 @@ def stream(
     context.enable_progress_bars = False
     # tokenizer files are some 10 MB: put once, fetched once by each process
     held = ray.put(assets)
-    fixed = {"rules": rules, "fingerprint": assets.fingerprint, "staging": staging}
     limits = {"max_seq_len": max_seq_len, "max_errors": max_errors}
 
     def work(row: dict[str, Any]) -> dict[str, Any]:
         span: Span = pickle.loads(row["span"])
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a task: the cores are filled by tasks
-        if fixed["fingerprint"] not in _renderers:
-            _renderers[fixed["fingerprint"]] = Renderer(ray.get(held))
         try:
-            part = _staged(span, fixed["rules"], _renderers[fixed["fingerprint"]], fixed["staging"], **limits)
+            part = _staged(span, rules, renderer(ray.get(held)), staging, **limits)
         except UserError as error:
             part = Part(span.index, error=str(error))
         return {"part": pickle.dumps(part, protocol=5)}

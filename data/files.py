@@ -203,8 +203,8 @@ def _cut_lines(stream: Any, uri: str, name: str, index: int, span_bytes: int) ->
             if since > LONGEST_LINE:
                 raise UserError(f"{name}:{lines}: this line is over {LONGEST_LINE >> 20} MiB: no row is that long")
         size += len(block)
-    if cuts[-1][0] != size:
-        cuts.append((size, lines + 1))
+    if cuts[-1][0] != size:  # a last line without a line feed belongs to the span before it
+        cuts = [*(cuts[:-1] if len(cuts) > 1 else cuts), (size, lines + 1)]
     source = Source(uri, name, "lines", None, size, digest.hexdigest())
     pairs = zip(cuts, cuts[1:], strict=False)
     return source, [Span(index + i, source, a[0], b[0], a[1]) for i, (a, b) in enumerate(pairs)]

@@ -55,6 +55,13 @@ class Rules:
     role_prompt: str | None = None
     facts: Mapping[str, Card] = field(default_factory=dict[str, Card])
 
+    @property
+    def together(self) -> str:
+        """What keeps rows in one split: facts, group or question."""
+        if self.split_by == "group":
+            return "group"
+        return "facts" if self.split_by == "facts" and self.format == "rankline" else "question"
+
 
 def detect(values: Sequence[Any]) -> str | None:
     """The format that most of these rows look like; None when none looks like any."""
@@ -105,14 +112,14 @@ def _row(value: dict[str, Any], messages: list[Message], answer: str, rules: Rul
         return problems
     question = question_key(messages)
     keys = [f"question:{question}"]
-    if rules.split_by == "group":
+    if rules.together == "group":
         group = value.get(rules.group_key or "")
         if isinstance(group, bool) or not isinstance(group, str | int) or group == "":
             return [
                 Problem(str(rules.group_key), "group", f"expected the group's name or number, found {shown(group)}")
             ]
         keys = [f"group:{group}"]
-    elif rules.split_by == "facts" and rules.format == "rankline":
+    elif rules.together == "facts":
         keys = [f"fact:{fact}" for fact in value["fact_ids"]]
     identity = value.get("id")
     return Row(None if identity is None else str(identity), messages, answer, keys, question)

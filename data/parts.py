@@ -22,6 +22,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 BATCH = 1024
+DTYPES = {
+    "ids": "uint64",
+    "questions": "uint64",
+    "keys": "uint64",
+    "key_counts": "int64",
+    "prompt_lengths": "int32",
+    "lengths": "int32",
+    "digests": "uint8",
+}
 
 
 class BadRow(NamedTuple):
@@ -34,8 +43,8 @@ class BadRow(NamedTuple):
 
 @dataclass
 class Part:
-    """What is known about a span. Arrays are numpy, one entry per good row: `ids`, `questions` uint64, `key_counts`,
-    `prompt_lengths`, `lengths` int32, `digests` [rows, 32]; `keys` holds each row's keys one after another.
+    """What is known about a span. `arrays`: see DTYPES, one entry per good row, `digests` [rows, 32], and `keys` with
+    each row's keys one after another. `place`: each good row's place among the rows of the span.
     `long`: (prompt, whole) tokens of over-long rows. `names`: text of keys that many rows of the span share."""
 
     index: int
@@ -67,9 +76,7 @@ def prepare(
     import numpy as np
 
     part = Part(span.index)
-    columns: dict[str, list[Any]] = {
-        name: [] for name in ("ids", "questions", "keys", "key_counts", "prompt_lengths", "lengths", "digests")
-    }
+    columns: dict[str, list[Any]] = {name: [] for name in DTYPES}
     shared: Counter[str] = Counter()
     position = 0
 
@@ -112,11 +119,8 @@ def prepare(
             _note(columns, kept, table)
             shared.update(key for _, row, *_ in kept for key in row.keys)
     part.rows = len(part.place)
-    empty: dict[str, Any] = {"digests": np.zeros((0, 32), np.uint8)}
     part.arrays = {
-        name: np.concatenate(blocks)
-        if blocks
-        else empty.get(name, np.zeros(0, np.uint64 if name != "lengths" else int))
+        name: np.concatenate(blocks) if blocks else np.zeros((0, 32) if name == "digests" else 0, DTYPES[name])
         for name, blocks in columns.items()
     }
     # A component over the limit is over it in some span too, so its name is among these.

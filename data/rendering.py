@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -41,14 +42,17 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Assets:
-    """What rendering needs from a model directory; plain data, so that it travels to any worker."""
+    """What rendering needs from a model directory; plain data, so that it travels to any worker.
 
-    tokenizer: bytes
-    template: str
-    special: Mapping[str, str]
-    enable_thinking: bool | None
-    where: str
-    fingerprint: str = field(default="")
+    `fingerprint` is a hash of it all, and alone decides whether two are equal.
+    """
+
+    tokenizer: bytes = field(compare=False)
+    template: str = field(compare=False)
+    special: Mapping[str, str] = field(compare=False)
+    enable_thinking: bool | None = field(compare=False)
+    where: str = field(compare=False)
+    fingerprint: str
 
 
 def load_assets(directory: Path, *, enable_thinking: bool | None) -> Assets:
@@ -218,6 +222,12 @@ class Renderer:
             both == apart[0] + one
             for both, one in zip(self._ids([prompt + a for a in answers]), apart[1:], strict=True)
         )
+
+
+@lru_cache(maxsize=2)
+def renderer(assets: Assets) -> Renderer:
+    """The Renderer of these assets, one per process."""
+    return Renderer(assets)
 
 
 def _template(directory: Path, settings: Mapping[str, Any]) -> str:

@@ -137,16 +137,16 @@ def check_messages(
             continue
         turn = cast(dict[str, Any], turn)
         refused = _refused_keys(turn, where) if len(turn) != 2 else []
-        problems += refused
         for key in (role, content):
             if key not in turn:
                 problems.append(Problem(f"{where}.{key}", "missing", f"no {key!r} here; keys: {listed(turn)}"))
         if role in turn:
             if problem := _check_role(turn[role], f"{where}.{role}", roles):
-                problems.append(problem)
+                refused.append(problem)
             else:
                 named.append(turn[role])
-        if content in turn and not refused:
+        problems += refused
+        if content in turn and not any(problem.kind == "tools" for problem in refused):
             blank = "empty_answer" if i == len(turns) - 1 else "empty"
             if problem := check_text(turn[content], f"{where}.{content}", blank=blank):
                 problems.append(problem)

@@ -68,13 +68,13 @@ def assign(parts: Components, keep: "NDArray[np.bool_]", *, eval_fraction: float
     return held_out[parts.of_row]
 
 
-def too_large(parts: Components, keep: "NDArray[np.bool_]") -> list[tuple[int, float]]:
-    """(first row, share of rows) of every component of more than one row that is over LARGEST_COMPONENT."""
+def too_large(parts: Components, keep: "NDArray[np.bool_]", *, at_least: int = 2) -> list[tuple[int, float]]:
+    """(first row, share of rows) of every component of `at_least` that many rows that is over LARGEST_COMPONENT."""
     import numpy as np
 
     rows = np.flatnonzero(keep)
     sizes = np.bincount(parts.of_row[rows], minlength=len(parts.order))
-    large = np.flatnonzero((sizes > 1) & (sizes > LARGEST_COMPONENT * len(rows)))
+    large = np.flatnonzero((sizes >= at_least) & (sizes > LARGEST_COMPONENT * len(rows)))
     return [(int(rows[parts.of_row[rows] == c][0]), float(sizes[c] / len(rows))) for c in large]
 
 

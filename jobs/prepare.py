@@ -68,9 +68,10 @@ def run(config: Config) -> Artifact:
         return artifact
     rules = rules_for(config, spans, card_spans)
     named = f"{data.path}: {len(sources)} file(s), {sum(s.size for s in sources) / 1e6:,.1f} MB"
-    say("prepare", f"{named}, format {rules.format}{' (detected)' if data.format == 'auto' else ''}")
+    how = " (detected)" if data.format == "auto" else ""
+    say("prepare", f"{named}, format {rules.format}{how}, split by {rules.together}")
     with processed(config, spans, rules, assets) as (done, load):
-        decided = judged(config, done, load)
+        decided = judged(config, rules, done, load)
         with artifacts.create(config, "prepare", sections, inputs) as draft:
             header = {**sections, "tokenizer": assets.fingerprint, "format": rules.format}
             header["data"] = {**sections["data"], "format": rules.format, "drop_invalid": None, "role_prompt": None}
@@ -119,13 +120,16 @@ def rules_for(config: Config, spans: Sequence[files.Span], card_spans: Sequence[
     name: str | None = data.format
     if data.format == "auto":
         heads = {span.source.uri: span for span in reversed(spans)}
-        values = [raw.value for span in heads.values() for raw in islice(reading.read(span), 20)]
-        if not values:
+        first = [raw for span in heads.values() for raw in islice(reading.read(span), 20)]
+        if not first:
             raise UserError(f"{data.path}: no rows: the file is empty")
-        name = formats.detect(values)
-        if name is None:
+        name = formats.detect([raw.value for raw in first])
+        if name is None and all(raw.problem is None for raw in first):
             keys = "; ".join(f"{key!r} ({form})" for form, key in formats.MAIN_KEY.items())
-            raise UserError(f"{data.path}: no known format: a row needs one of {keys}. Or give data.format")
+            seen = formats.listed(first[0].value) if isinstance(first[0].value, dict) else formats.shown(first[0].value)
+            where = f"{data.path}: {first[0].source}"
+            raise UserError(f"{where}: no known format: a row needs one of {keys}; found {seen}")
+        name = name or "openai"  # nothing could be read: the rows themselves are reported
     cards = read_cards(card_spans) if name == "rankline" else {}
     if name == "rankline" and not cards:
         raise UserError(f"{data.path}: no fact cards: put facts.jsonl beside the examples")
@@ -170,7 +174,7 @@ def processed(
     limits = {"max_seq_len": config.data.max_seq_len, "max_errors": config.data.max_errors}
     sizes = {span.index: _bytes(span) for span in spans}
     if sum(sizes.values()) <= SMALL_BYTES:
-        renderer = rendering.Renderer(assets)
+        renderer = rendering.renderer(assets)
         done: list[parts.Part] = []
         tables: list[pa.Table] = []
         with Progress("prepare", sum(sizes.values()) / 1e6, unit=" MB") as progress:
@@ -201,7 +205,7 @@ def processed(
         yield arrived, load
 
 
-def judged(config: Config, done: Sequence[parts.Part], load: "Load") -> decision.Decision:
+def judged(config: Config, rules: formats.Rules, done: Sequence[parts.Part], load: "Load") -> decision.Decision:
     """Decide on every row, print the length report and what was dropped. Raises UserError for what is refused."""
     data = config.data
     decided = decision.decide(
@@ -216,7 +220,7 @@ def judged(config: Config, done: Sequence[parts.Part], load: "Load") -> decision
     if decided.bad_rows:
         kinds = ", ".join(f"{kind} {n:,}" for kind, n in decided.kinds.most_common())
         say("prepare", f"dropped {decided.bad_rows:,} bad rows: {kinds}")
-    decision.check_split(decided, done, load, data.path, split_by=data.split_by)
+    decision.check_split(decided, done, load, data.path, by_question=rules.together == "question")
     return decided
 
 
