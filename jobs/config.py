@@ -30,9 +30,7 @@ class Section(BaseModel):
 
 class Run(Section):
     name: str = Field("demo", description="Name of the run; its artifacts lie under root/name/.")
-    root: str = Field(
-        "runs", description="Where runs are kept: a directory or an s3:// or gs:// URI of all nodes."
-    )
+    root: str = Field("runs", description="Where runs are kept: a directory or an s3:// or gs:// URI of all nodes.")
     seed: Annotated[int, Field(ge=0)] = Field(0, description="Seed of the split, the batches and the prompts.")
 
     @field_validator("name")
@@ -136,6 +134,8 @@ class Merge(Section):
 class Compare(Section):
     num_prompts: PositiveInt = Field(3, description="Held-out rows answered by base, adapter and merged model.")
     max_new_tokens: PositiveInt = Field(64, description="Longest answer in tokens.")
+    loss_rows: PositiveInt = Field(64, description="Held-out rows, the first ones, whose loss is measured.")
+    nf4: bool = Field(True, description="Also NF4 base + adapter, where it was trained so.")
 
 
 class Serve(Section):
@@ -156,9 +156,12 @@ class Serve(Section):
     enforce_eager: bool = Field(False, description="No compilation and CUDA graphs: starts sooner, runs slower.")
     load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for speed tests only.")
     kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="KV cache without a GPU, GiB.")
-    cpu_threads: PositiveInt | None = Field(None, description="Threads of a replica without a GPU; none shares the cores.")
+    cpu_threads: PositiveInt | None = Field(
+        None, description="Threads of a replica without a GPU; none shares the cores."
+    )
     max_requests: PositiveInt | None = Field(
-        None, description="Requests of a replica, running and waiting, past which it answers 429; none is 4 x max_num_seqs, at least 1024."
+        None,
+        description="Requests of a replica, running and waiting, past which it answers 429; none is 4 x max_num_seqs, at least 1024.",
     )
     drain_timeout_s: PositiveInt = Field(600, description="Longest answer that a stopping replica still finishes.")
     engine_args: dict[str, Any] = Field(
@@ -168,11 +171,15 @@ class Serve(Section):
 
 class Load(Section):
     endpoint: str | None = Field(None, description="URL of the server; none is this run's own.")
-    model: str | None = Field(None, description="Model name to ask for; none is serve.served_model_name, or the only one.")
+    model: str | None = Field(
+        None, description="Model name to ask for; none is serve.served_model_name, or the only one."
+    )
     tokenizer: str | None = Field(None, description="Tokenizer of the served model; none is the run's own model's.")
     api: Literal["chat", "completions"] = Field("chat", description="/v1/chat/completions or /v1/completions.")
     api_key_env: str = Field("RANKLINE_API_KEY", description="Environment variable that holds the server's API key.")
-    ignore_eos: bool = Field(True, description="Ask for exactly output_len tokens; servers other than vLLM may refuse it.")
+    ignore_eos: bool = Field(
+        True, description="Ask for exactly output_len tokens; servers other than vLLM may refuse it."
+    )
     levels: tuple[PositiveInt, ...] = Field((1, 4, 16), description="Concurrency levels, closed loop.")
     input_len: PositiveInt = Field(512, description="Prompt tokens.")
     output_len: PositiveInt = Field(128, description="Answer tokens.")

@@ -1,6 +1,12 @@
 """Fixtures that several test modules share. Each starts and stops what it needs itself."""
 
+import contextlib
+import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,3 +30,40 @@ def base_model() -> Path:
     from jobs import config
 
     return models.fetch(config.load(None, [f"model.cache={ROOT / 'models'}"])).path
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running service: its base URL (http://127.0.0.1:PORT) and the model name that it serves."""
+
+    url: str
+    model: str
+
+
+@pytest.fixture(scope="session")
+def server(base_model: Path) -> Iterator[Server]:
+    """The small real model behind the real line: Ray Serve, HAProxy, one vLLM replica with max_num_seqs 8."""
+    with start_server(base_model, "serve.max_num_seqs=8") as started:
+        yield started
+
+
+@contextlib.contextmanager
+def start_server(model: Path, *overrides: str) -> Iterator[Server]:
+    """A service of one's own, with config overrides; ends with the block, with all its processes."""
+    from cluster import processes
+
+    port = processes.free_port()
+    command = [sys.executable, "-m", "tests.server_process", str(model), f"serve.port={port}", *overrides]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        lines: list[str] = []
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield Server(url=json.loads(line)["url"], model=json.loads(line)["model"])
+                break
+            lines.append(line)
+        else:
+            pytest.fail("the test server did not start:\n" + "".join(lines))
+    finally:
+        process.communicate(timeout=60)  # closes its standard input, which ends it
