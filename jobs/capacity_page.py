@@ -99,7 +99,7 @@ def _replicas(
     named = [key.replace("_", " ") for key in keys]
     head = ["replicas", "GPUs", "requests/s", "at once each", "P99", *named, "objectives"]
     page.table(rows, head=head, right=tuple(range(5 + len(keys))))
-    page.line("  at once each: requests in service on a replica, mean and P99; a replica that fails leaves the row above")
+    page.line("  at once each: requests in service on a replica, mean and P99; when one fails, the row above holds")
     if any(found.extrapolated for found in shown):
         page.line("  *: busier than anything that was measured")
     return {

@@ -25,32 +25,48 @@ def changed(config: Config, override: str) -> Config:
     return config_module.validate(tree, override)
 
 
-def fixes(config: Config, shape: Shape, gpu: Gpu, *, stage: str) -> list[tuple[list[str], str, str]]:
-    """Smallest changes that make a stage fit, cheapest first: [(overrides, what they cost, what is then needed)].
+MORE_GPUS = "serve.tensor_parallel_size"
 
-    Each change that is enough alone is listed; if none is, the list holds the shortest run of them together. Empty
-    when no change here is enough.
+
+def fixes(config: Config, shape: Shape, gpu: Gpu, *, stage: str) -> list[tuple[list[str], str, str]]:
+    """Smallest changes that make a stage fit, cheapest first: [(overrides, what they cost, what is then there)].
+
+    Each change that is enough alone is listed. Where only more GPUs would be, the fewest changes that do it together
+    on this one come first. Empty when nothing here is enough.
     """
-    candidates = _train_changes(config) if stage == "train" else _serve_changes(config)
-    single: list[tuple[list[str], str, str]] = []
-    for options, cost in candidates:
+    changes = _train_changes(config) if stage == "train" else _serve_changes(config)
+    found: list[tuple[list[str], str, str]] = []
+    for options, cost in changes:
         for override in options:
-            found = _fits_with(config, shape, gpu, stage, [override])
-            if found:
-                single.append(([override], cost, found))
+            there = _fits_with(config, shape, gpu, stage, [override])
+            if there:
+                found.append(([override], cost, there))
                 break
-    if single:
-        return single
-    together: list[str] = []
-    costs: list[str] = []
-    for options, cost in candidates:
-        costs.append(cost)
+    here = [change for change in changes if not change[0][0].startswith(MORE_GPUS)]
+    if all(overrides[0].startswith(MORE_GPUS) for overrides, _, _ in found):
+        together = _together(config, shape, gpu, stage, here)
+        found = [*([together] if together else []), *found]
+    return found
+
+
+def _together(
+    config: Config, shape: Shape, gpu: Gpu, stage: str, changes: Sequence[tuple[list[str], str]]
+) -> tuple[list[str], str, str] | None:
+    """Changes one after the other until it fits, each as small as it can be, less those that turn out not needed."""
+    taken: list[tuple[str, str]] = []
+    for options, cost in changes:
         for override in options:
-            found = _fits_with(config, shape, gpu, stage, [*together, override])
-            if found:
-                return [([*together, override], "; ".join(costs), found)]
-        together.append(options[-1])
-    return []
+            if _fits_with(config, shape, gpu, stage, [*(o for o, _ in taken), override]):
+                taken.append((override, cost))
+                for spare in list(taken[:-1]):
+                    rest = [pair for pair in taken if pair != spare]
+                    if _fits_with(config, shape, gpu, stage, [o for o, _ in rest]):
+                        taken = rest
+                overrides = [o for o, _ in taken]
+                there = _fits_with(config, shape, gpu, stage, overrides)
+                return (overrides, "; ".join(cost for _, cost in taken), there) if there else None
+        taken.append((options[-1], cost))
+    return None
 
 
 def _fits_with(config: Config, shape: Shape, gpu: Gpu, stage: str, overrides: Sequence[str]) -> str | None:

@@ -13,11 +13,11 @@ from jobs.text_page import Page, size
 
 
 def show(page: Page, config: Config, shape: Shape, gpu: Gpu | None) -> None:
-    """Training and serving on `gpu` with what would make each fit; without a GPU this machine's CPU and common cards."""
+    """Training and serving on `gpu` with what would make each fit; without one, this CPU and common cards."""
     count = f"{shape.parameters / 1e9:.2f} billion parameters"
     page.line(f"Plan of run {config.run.name!r}: {config.model.source}, {count} (from {shape.source})")
     if gpu is None:
-        page.line("No GPU here and none named: this machine's CPU, then common GPUs (--gpu NAME or --gpu 24GB for one).")
+        page.line("No GPU here, none named: this machine's CPU, then common GPUs (for one: --gpu NAME or --gpu 24GB)")
     else:
         page.line(f"GPU: {gpu.name}, {gpu.total / GIB:.2f} GiB seen by a process")
     try:
@@ -42,8 +42,8 @@ def _show_training(page: Page, config: Config, shape: Shape, gpu: Gpu | None, tr
     rows.append(["peak", size(train.allocated), f"{peak}, at {train.tokens:,} tokens in a batch"])
     page.table(rows, right=(1,))
     if config.sweep.ranks and config.sweep.gpus_per_trial < 1:
-        share = int(1 / config.sweep.gpus_per_trial)
-        page.line(f"  sweep.gpus_per_trial {config.sweep.gpus_per_trial:g}: {share} trials on a card, each takes this much")
+        share = config.sweep.gpus_per_trial
+        page.line(f"  sweep.gpus_per_trial {share:g}: {int(1 / share)} trials on a card, each takes this much")
     _unmodelled(page, train.unmodelled)
     if gpu is not None and not fits:
         _show_fixes(page, config, shape, gpu, "train")
@@ -53,7 +53,8 @@ def _show_serving(page: Page, config: Config, shape: Shape, gpu: Gpu | None, ser
     serve, load = config.serve, config.load
     fits = serving.max_concurrency >= 1
     verdict = "fits" if fits else "DOES NOT FIT: vLLM refuses to start with room for less than one request"
-    where = f"one of {serve.tensor_parallel_size} GPUs of a replica" if serve.tensor_parallel_size > 1 else "one replica"
+    split = serve.tensor_parallel_size
+    where = f"one of {split} GPUs of a replica" if split > 1 else "one replica"
     page.section(f"SERVING, {where}: {verdict}")
     rows = _rows(serving.items)
     if gpu is not None:
@@ -68,7 +69,7 @@ def _show_serving(page: Page, config: Config, shape: Shape, gpu: Gpu | None, ser
     if many >= serve.max_num_seqs:
         page.field("", f"serve.max_num_seqs lets {serve.max_num_seqs} run: the cache is not the limit")
     else:
-        page.field("", f"serve.max_num_seqs is {serve.max_num_seqs}: beyond {many} a request waits or is computed again")
+        page.field("", f"serve.max_num_seqs is {serve.max_num_seqs}: beyond {many} one waits or is computed again")
     _unmodelled(page, serving.unmodelled)
     if gpu is not None and not fits:
         _show_fixes(page, config, shape, gpu, "serve")
@@ -82,7 +83,9 @@ def _show_fixes(page: Page, config: Config, shape: Shape, gpu: Gpu, stage: str) 
         page.line(f"  no change of the config makes it fit here; it fits on {cards}")
         return
     page.line("  To make it fit, cheapest first, each enough alone:" if len(found) > 1 else "  To make it fit:")
-    page.table([["", " ".join(overrides), needs, cost] for overrides, cost, needs in found])
+    for overrides, cost, needs in found:
+        page.line(f"    {' '.join(overrides)}")
+        page.line(f"        {needs}; {cost}")
 
 
 def _show_common(page: Page, config: Config, shape: Shape) -> None:
@@ -92,7 +95,7 @@ def _show_common(page: Page, config: Config, shape: Shape) -> None:
         serving = estimate.serving(config, shape, gpu)
         try:
             train = estimate.training(config, shape, cpu=False)
-            trains = f"{train.needed / GIB:.1f} GiB" if train.needed <= gpu.total else f"no, {train.needed / GIB:.1f} GiB"
+            trains = f"{'' if train.needed <= gpu.total else 'no, '}{train.needed / GIB:.1f} GiB"
         except UserError:
             trains = "unknown"
         row = [name, f"{gpu.total / GIB:.1f} GiB", trains]
