@@ -274,7 +274,7 @@ def _message(found: Any) -> str:
         try:
             found = json.loads(found)
         except ValueError:
-            return cast(bytes, found).decode("utf-8", "replace").strip()[:300]
+            return found.decode("utf-8", "replace").strip()[:300]
     if isinstance(found, dict):
         tree = cast(dict[str, Any], found)
         inner = tree.get("error", tree.get("message", tree))

@@ -111,7 +111,7 @@ def random_prompts(
             f"load.input_len is {input_len}, but the chat template alone takes {frame} tokens: "
             f"give at least {frame + 8}"
         )
-    texts = [_pick(source.words, rng, room) for _ in range(count)]
+    texts: list[list[str]] = [_pick(source.words, rng, room) for _ in range(count)]
     open_ones = list(range(count))
     for _ in range(12):  # a word may be two tokens at the start of the text, or merge with the template's end
         lengths = source.count([" ".join(texts[i]) for i in open_ones])
@@ -126,7 +126,7 @@ def random_prompts(
 
 
 def _pick(words: Sequence[str], rng: np.random.Generator, count: int) -> list[str]:
-    return [words[i] for i in rng.integers(0, len(words), size=count)]
+    return [words[int(i)] for i in rng.integers(0, len(words), size=count)]
 
 
 def _words(tokenizer: Any) -> tuple[str, ...]:
