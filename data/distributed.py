@@ -29,6 +29,7 @@ def stream(
     import ray.data
 
     logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data._internal.progress").setLevel(logging.ERROR)  # warns that its bars are off
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     # tokenizer files are some 10 MB: put once, fetched once by each process

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
     Load = Callable[[int], "pa.Table"]
 
-SPAN_BYTES = 8 << 20
+SPAN_BYTES = 4 << 20
+FILE_ROWS = 50_000
 SMALL_BYTES = 16 << 20  # some 20,000 rows: tokenized here before Ray would have started
 SHAPING = {"format", "split_by", "group_key", "eval_fraction", "max_seq_len", "drop_invalid", "role_prompt"}
 
@@ -177,19 +178,19 @@ def processed(
         renderer = rendering.renderer(assets)
         done: list[parts.Part] = []
         tables: list[pa.Table] = []
-        with Progress("prepare", sum(sizes.values()) / 1e6, unit=" MB") as progress:
+        with Progress("prepare", round(sum(sizes.values()) / 1e6, 1), unit=" MB") as progress:
             for span in spans:
                 rows: list[pa.Table] = []
                 done.append(parts.prepare(span, rules, renderer, **limits, write=rows.append))
                 tables.append(pa.concat_tables(rows) if rows else snapshot.schema().empty_table())
-                progress.update(sum(sizes[part.index] for part in done) / 1e6)
+                progress.update(round(sum(sizes[part.index] for part in done) / 1e6, 1))
         yield done, tables.__getitem__
         return
     from cluster import local
     from data import distributed
 
     local.connect(config)
-    with _staging(config) as staging, Progress("prepare", sum(sizes.values()) / 1e6, unit=" MB") as progress:
+    with _staging(config) as staging, Progress("prepare", round(sum(sizes.values()) / 1e6, 1), unit=" MB") as progress:
         started, arrived, size, count = time.monotonic(), list[parts.Part](), 0.0, 0
         for part in distributed.stream(spans, rules, assets, staging=staging, **limits):
             arrived.append(part)
@@ -213,7 +214,8 @@ def judged(config: Config, rules: formats.Rules, done: Sequence[parts.Part], loa
     )
     for text, n in sum((part.notes for part in done), Counter[str]()).items():
         say("prepare", f"{text} ({n:,}×)")
-    for line in decision.lengths_text(decision.lengths(done, max_seq_len=data.max_seq_len)):
+    lengths = decision.lengths(done, max_seq_len=data.max_seq_len)
+    for line in decision.lengths_text(lengths) if lengths["rows"] else ():
         say("prepare", line)
     if decided.bad_rows and not data.drop_invalid:
         raise decision.refuse_rows(decided, data.path, max_errors=data.max_errors)
@@ -227,23 +229,30 @@ def judged(config: Config, rules: formats.Rules, done: Sequence[parts.Part], loa
 def write(
     draft: Draft, done: Sequence[parts.Part], load: "Load", decided: decision.Decision, header: dict[str, Any]
 ) -> None:
-    """Write the kept rows of every part to its split, and the snapshot's hash into the draft's numbers."""
+    """Write the kept rows to their splits, at least FILE_ROWS a file, and the snapshot's hash into the numbers."""
     import numpy as np
     import pyarrow as pa
 
-    digests: dict[str, list[Any]] = {split: [] for split in snapshot.SPLITS}
-    rows = dict.fromkeys(snapshot.SPLITS, 0)
-    start = 0
-    for i, part in enumerate(done):
-        table = load(i)
-        span = slice(start, start + part.rows)
-        start += part.rows
-        for split, flags in (("train", ~decided.held_out[span]), ("eval", decided.held_out[span])):
-            chosen: Any = flags & decided.keep[span]
-            if np.any(chosen):
-                snapshot.write(draft.path, split, i, table.filter(pa.array(chosen)))
-                digests[split].append(part.arrays["digests"][chosen].tobytes())
-                rows[split] += int(chosen.sum())
+    digests: dict[str, list[bytes]] = {split: [] for split in snapshot.SPLITS}
+    waiting: dict[str, list[pa.Table]] = {split: [] for split in snapshot.SPLITS}
+    rows, written = dict.fromkeys(snapshot.SPLITS, 0), dict.fromkeys(snapshot.SPLITS, 0)
+    start, last = 0, len(done) - 1
+    with Progress("prepare", len(done), unit=" parts written") as progress:
+        for i, part in enumerate(done):
+            table = load(i)
+            span = slice(start, start + part.rows)
+            start += part.rows
+            for split, flags in (("train", ~decided.held_out[span]), ("eval", decided.held_out[span])):
+                chosen: Any = flags & decided.keep[span]
+                if np.any(chosen):
+                    waiting[split].append(table.filter(pa.array(chosen)))
+                    digests[split].append(part.arrays["digests"][chosen].tobytes())
+                    rows[split] += int(chosen.sum())
+                if waiting[split] and (i == last or sum(t.num_rows for t in waiting[split]) >= FILE_ROWS):
+                    snapshot.write(draft.path, split, written[split], pa.concat_tables(waiting[split]))
+                    waiting[split] = []
+                    written[split] += 1
+            progress.update(i + 1)
     draft.numbers |= {"snapshot_hash": snapshot.combine(header, digests), "hash_header": header, "rows": rows}
 
 
