@@ -136,6 +136,7 @@ def plan(uri: str, name: str, *, index: int, span_bytes: int) -> tuple[Source, l
                 stream.seek(0)
                 return source, _row_groups(stream, source, index, span_bytes)
             if kind == "lines":
+                stream.seek(0)
                 with decompressed(stream, source) as text:
                     source = source._replace(kind=_lines_or_array(text.read(1 << 20), name))
             return source, [Span(index, source, 0, -1, 1)]

@@ -88,11 +88,13 @@ def test_other_grade_bands_are_refused(band: object) -> None:
     assert fields(check_example({**EXAMPLE, "grade_band": band}, FACTS)) == [("grade_band", "value")]
 
 
+@settings(deadline=None)
 @given(TEXT)
 def test_any_ordinary_text_passes(text: str) -> None:
     assert check_text(text, "x") is None
 
 
+@settings(deadline=None)
 @given(st.characters(categories=("Cc", "Cs")), TEXT)
 def test_any_control_character_or_surrogate_is_found(char: str, text: str) -> None:
     problem = check_text(text + char + text, "x")
@@ -111,8 +113,8 @@ def test_windows_line_ends_are_text() -> None:
 ROLES = st.lists(st.sampled_from(["system", "user", "assistant"]), min_size=1, max_size=7)
 
 
+@settings(deadline=None)
 @given(ROLES)
-@settings(max_examples=300)
 def test_exactly_the_alternating_chats_pass(roles: list[str]) -> None:
     turns = [{"role": role, "content": "text"} for role in roles]
     body = roles[1:] if roles[0] == "system" else roles
@@ -127,12 +129,14 @@ JSON = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(JSON)
 def test_no_value_at_all_makes_a_check_raise(value: object) -> None:
     for check in (check_messages, check_card, lambda v: check_example(v, FACTS)):
         assert all(str(problem) for problem in check(value))
 
 
+@settings(deadline=None)
 @given(st.dictionaries(st.sampled_from([*EXAMPLE, "messages"]), JSON), st.sampled_from(list(EXAMPLE)))
 def test_no_value_in_any_field_makes_a_check_raise(row: dict[str, object], key: str) -> None:
     assert check_example({**EXAMPLE, **row, key: {"a": [None]}}, FACTS) != []
