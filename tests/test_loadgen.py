@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,33 +56,47 @@ def ask(server: Server, count: int = 1) -> list[Record]:
         return loop.run(run())
 
 
+def in_quiet(check: Callable[[], None], tries: int = 4) -> None:
+    """A wrong clock is wrong every time; a busy machine only sometimes. So a timed check may be repeated."""
+    for _ in range(tries - 1):
+        try:
+            return check()
+        except AssertionError:
+            time.sleep(1)
+    return check()
+
+
 def sent_by(url: str) -> list[list[float]]:
     with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(f"{url}/stub/log") as answer:
         return json.load(answer)
 
 
 def test_times_are_the_stubs_own_within_a_millisecond(stub: str) -> None:
-    before = len(sent_by(stub))
-    got = ask(server_for(stub), 20)
-    real = sent_by(stub)[before:]
-    assert [r.failure for r in got] == [None] * 20
-    first = [(r.first_token or 0) - r.sent for r in got]
-    last = [(r.last_token or 0) - r.sent for r in got]
-    assert np.median(first) * 1000 == pytest.approx(np.median([log[0] for log in real]), abs=1)
-    assert np.median(last) * 1000 == pytest.approx(np.median([log[-1] for log in real]), abs=1)
-    figures = stats.summarize(got)
-    assert figures["median_tpot_ms"] == pytest.approx(10, rel=0.01)
-    assert figures["mean_itl_ms"] == pytest.approx(10, rel=0.02)
-    assert figures["total_output_tokens"] == 160
-    assert figures["median_ttst_ms"] == pytest.approx(10, abs=1)
+    def check() -> None:
+        before = len(sent_by(stub))
+        got = ask(server_for(stub), 20)
+        real = sent_by(stub)[before:]
+        assert [r.failure for r in got] == [None] * 20
+        figures = stats.summarize(got)
+        assert figures["median_ttft_ms"] == pytest.approx(np.median([log[0] for log in real]), abs=1)
+        assert figures["median_e2el_ms"] == pytest.approx(np.median([log[-1] for log in real]), abs=1)
+        assert figures["median_tpot_ms"] == pytest.approx(np.median([(log[-1] - log[0]) / 7 for log in real]), rel=0.01)
+        assert figures["mean_itl_ms"] == pytest.approx(np.mean([np.diff(log) for log in real]), rel=0.01)
+        assert figures["median_ttst_ms"] == pytest.approx(np.median([log[1] - log[0] for log in real]), abs=1)
+        assert figures["total_output_tokens"] == 160
+
+    in_quiet(check)
 
 
 def test_several_tokens_in_a_chunk(stub: str) -> None:
-    figures = stats.summarize(ask(server_for(stub, tokens_per_chunk=4, gap_ms=40), 3))
-    assert figures["total_output_tokens"] == 96
-    # 32 tokens from 40 to 320 ms: 280 / 31 each
-    assert figures["median_tpot_ms"] == pytest.approx(280 / 31, rel=0.02)
-    assert figures["median_itl_ms"] == pytest.approx(10, rel=0.05)
+    def check() -> None:
+        figures = stats.summarize(ask(server_for(stub, tokens_per_chunk=4, gap_ms=40), 3))
+        assert figures["total_output_tokens"] == 96
+        # 32 tokens from 40 to 320 ms: 280 / 31 each
+        assert figures["median_tpot_ms"] == pytest.approx(280 / 31, rel=0.02)
+        assert figures["median_itl_ms"] == pytest.approx(10, rel=0.05)
+
+    in_quiet(check)
 
 
 @pytest.mark.parametrize(
@@ -256,10 +270,14 @@ def test_closed_loop_keeps_the_concurrency(stub: str) -> None:
 def test_open_loop_counts_from_the_schedule(stub: str) -> None:
     # Each answer takes 110 ms; four due at once behind a cap of one wait 0, 110, 220 and 330 ms before their own 40.
     requests = requests_for(server_for(stub), 4)
-    outcome = level(stub, runner.Plan(requests, concurrency=1, offsets=[0.0] * 4))
-    waits = sorted((r.first_token or 0) - r.scheduled for r in outcome.records)
-    assert np.allclose(np.diff(waits), 0.110, atol=0.01)
-    assert waits[0] == pytest.approx(0.040, abs=0.01)
+
+    def check() -> None:
+        outcome = level(stub, runner.Plan(requests, concurrency=1, offsets=[0.0] * 4))
+        waits = sorted((r.first_token or 0) - r.scheduled for r in outcome.records)
+        assert np.allclose(np.diff(waits), 0.110, atol=0.01)
+        assert waits[0] == pytest.approx(0.040, abs=0.01)
+
+    in_quiet(check)
 
 
 def test_two_clients_start_together_and_share_the_load(stub: str) -> None:

@@ -7,7 +7,6 @@ waits for the moment that `go` names.
 
 import asyncio
 import gc
-import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -59,97 +58,108 @@ class Status:
     warmup_failure: str | None = None
 
 
+@dataclass
+class _State:
+    """What the thread that drives and the threads that ask share."""
+
+    start: float | None = None  # seconds since the epoch, once `go` was called
+    ready: bool = False
+    stopped: bool = False
+    done: int = 0
+    failed: int = 0
+    chunks: int = 0
+    last: Record | None = None
+    warmup_failure: str | None = None
+
+    def count_chunk(self) -> None:
+        self.chunks += 1
+
+    def note(self, record: Record) -> None:
+        self.done += 1
+        self.failed += record.failure is not None
+        self.last = record
+
+
 class Driver:
-    """One client process's state. `run` blocks; the other methods are for other threads."""
+    """One client process. `run` blocks; the other methods are for other threads.
+
+    No method is a coroutine function: Ray would make the actor an async one and run everything in one thread.
+    """
 
     def __init__(self, server: Server, keep_text: bool = False) -> None:
         self._server, self._keep_text = server, keep_text
-        self._epoch = time.time() - clock()
-        self._reset()
+        self._state = _State()
 
     def run(self, plan: Plan) -> Outcome:
         """Warm up, wait for `go`, send every request, and return when the last answer has ended."""
         import uvloop
 
-        self._reset()
+        self._state = _State()
         collecting = gc.isenabled()
         gc.collect()
         gc.disable()  # a collection in the middle would show as the server's latency
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                return runner.run(self._run(plan))
+                return runner.run(_run(self._server, plan, self._state, self._keep_text))
         finally:
             if collecting:
                 gc.enable()
 
     def go(self, at: float) -> None:
         """Start at `at`, seconds since the epoch."""
-        self._start = at
+        self._state.start = at
 
     def stop(self) -> None:
         """End early: what is under way is dropped."""
-        self._stopped.set()
+        self._state.stopped = True
 
     def status(self) -> Status:
-        last = self._last
-        ttft = None if last is None or last.first_token is None else (last.first_token - last.scheduled) * 1000
-        return Status(self._ready, self._done, self._failed, self._chunks, ttft, self._warmup_failure)
+        """How far the running plan is."""
+        s = self._state
+        ttft = None if s.last is None or s.last.first_token is None else (s.last.first_token - s.last.scheduled) * 1000
+        return Status(s.ready, s.done, s.failed, s.chunks, ttft, s.warmup_failure)
 
-    def _reset(self) -> None:
-        self._start: float | None = None
-        self._ready = False
-        self._stopped = threading.Event()
-        self._done = self._failed = self._chunks = 0
-        self._last: Record | None = None
-        self._warmup_failure: str | None = None
 
-    def _count_chunk(self) -> None:
-        self._chunks += 1
+async def _run(server: Server, plan: Plan, state: _State, keep_text: bool) -> Outcome:
+    client = Client(server, on_text=state.count_chunk, keep_text=keep_text)
+    work = asyncio.ensure_future(_level(client, plan, state))
+    try:
+        while not work.done():
+            await asyncio.wait([work], timeout=0.25)
+            if state.stopped:
+                work.cancel()
+        return work.result() if not work.cancelled() else Outcome([], 0.0)
+    finally:
+        client.close()
+        await asyncio.sleep(0)  # let the transports go before the loop does
 
-    async def _run(self, plan: Plan) -> Outcome:
-        client = Client(self._server, on_text=self._count_chunk, keep_text=self._keep_text)
-        work = asyncio.ensure_future(self._level(client, plan))
-        try:
-            while not work.done():
-                await asyncio.wait([work], timeout=0.25)
-                if self._stopped.is_set():
-                    work.cancel()
-            return work.result() if not work.cancelled() else Outcome([], 0.0)
-        finally:
-            client.close()
-            await asyncio.sleep(0)  # let the transports go before the loop does
 
-    async def _level(self, client: Client, plan: Plan) -> Outcome:
-        width = plan.concurrency or max(1, len(plan.warmups))
-        warm = await _closed(client, plan.warmups, width, lambda _: None)
-        self._warmup_failure = next((f"{r.failure}: {r.detail}" for r in warm if r.failure), None)
-        await client.connect(min(plan.concurrency or 1, len(plan.requests)))
-        self._chunks = 0
-        self._ready = True
-        while self._start is None:
-            await asyncio.sleep(0.005)
-        start = self._start - self._epoch
-        await asyncio.sleep(max(0.0, start - clock()))
-        start = max(start, clock())
-        outcome = Outcome([], start + self._epoch)
-        lag = asyncio.ensure_future(_sample_lag(outcome.lag_ms))
-        cpu = time.process_time()
-        try:
-            if plan.offsets is None:
-                outcome.records = await _closed(client, plan.requests, plan.concurrency or 1, self._note)
-            else:
-                outcome.records = await _open(client, plan, start, self._note)
-        finally:
-            lag.cancel()
-        outcome.cpu = (time.process_time() - cpu) / max(1e-9, clock() - start)
-        for record in outcome.records:
-            _shift(record, self._epoch)
-        return outcome
-
-    def _note(self, record: Record) -> None:
-        self._done += 1
-        self._failed += record.failure is not None
-        self._last = record
+async def _level(client: Client, plan: Plan, state: _State) -> Outcome:
+    width = plan.concurrency or max(1, len(plan.warmups))
+    warm = await _closed(client, plan.warmups, width, lambda _: None)
+    state.warmup_failure = next((f"{r.failure}: {r.detail}" for r in warm if r.failure), None)
+    await client.connect(min(plan.concurrency or 1, len(plan.requests)))
+    state.chunks = 0
+    state.ready = True
+    while state.start is None:
+        await asyncio.sleep(0.005)
+    epoch = time.time() - clock()  # hosts differ in their monotonic clocks, not in the time of day
+    await asyncio.sleep(max(0.0, state.start - epoch - clock()))
+    start = max(state.start - epoch, clock())
+    outcome = Outcome([], start + epoch)
+    lag = asyncio.ensure_future(_sample_lag(outcome.lag_ms))
+    cpu = time.process_time()
+    try:
+        if plan.offsets is None:
+            outcome.records = await _closed(client, plan.requests, plan.concurrency or 1, state.note)
+        else:
+            outcome.records = await _open(client, plan, start, state.note)
+    finally:
+        lag.cancel()
+    outcome.cpu = (time.process_time() - cpu) / max(1e-9, clock() - start)
+    for record in outcome.records:
+        _shift(record, epoch)
+    return outcome
 
 
 async def _closed(
