@@ -66,7 +66,10 @@ def find(path: str) -> Files:
     from pyarrow import fs
 
     store, base = filesystem(path)
-    info = store.get_file_info(base)
+    try:
+        info = store.get_file_info(base)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be reached: {error}") from None
     pattern = None
     if info.type == fs.FileType.File:
         found, root = [base], base.rpartition("/")[0]
