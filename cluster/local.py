@@ -1,7 +1,7 @@
 """A Ray head on this machine, loopback only and behind a token: start it, join it, stop exactly what was started.
 
     python -m cluster.local start|status|stop [--config FILE] [key=value ...]
-    python -m cluster.local run [--config FILE] -- COMMAND ...     start, run COMMAND, always stop
+    python -m cluster.local run [--keep] [--config FILE] -- COMMAND ...     start, run COMMAND, always stop
 
 State lies in .rankline/ under RANKLINE_ROOT or the working directory: head.json, the token (mode 600) and the log
 of the last start. `start` and `stop` may be repeated: what runs already stays, what is gone already is no error.
@@ -286,9 +286,12 @@ def _start(config: Config) -> None:
     say("cluster", "`python -m cluster.local status` prints what a shell needs; `python -m cluster.local stop` ends it")
 
 
-def _run(config: Config, command: list[str]) -> int:
-    """Run a command beside a head: one that was running stays, one that was started here is stopped in any case."""
-    ours = running() is None
+def _run(config: Config, command: list[str], *, keep: bool) -> int:
+    """Run a command beside a head and return its exit status.
+
+    A head that was running stays. One that was started here is stopped in any case, or with `keep` if anything fails.
+    """
+    ours, status = running() is None, 1
     child: subprocess.Popen[bytes] | None = None
     stopped = False
 
@@ -306,9 +309,10 @@ def _run(config: Config, command: list[str]) -> int:
             signal.signal(number, interrupt)
         start(config)
         child = subprocess.Popen(command)
-        return child.wait()
+        status = child.wait()
+        return status
     finally:
-        if ours:
+        if ours and (status or not keep):
             stopped = True  # a second Ctrl-C does not cut the cleaning up short
             _stop(config)
 
@@ -322,6 +326,7 @@ def _main() -> None:
         prog="python -m cluster.local", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("action", choices=("start", "status", "stop", "run"))
+    parser.add_argument("--keep", action="store_true", help="run: leave the head up when the command succeeded")
     parser.add_argument("--config", metavar="FILE", help="YAML config; without one the defaults hold")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="override, for example serve.port=8001")
     args = parser.parse_args(arguments)
@@ -331,7 +336,7 @@ def _main() -> None:
     def act() -> None:
         config = config_module.load(args.config, args.overrides)
         if args.action == "run":
-            sys.exit(_run(config, list(command or ())))
+            sys.exit(_run(config, list(command or ()), keep=args.keep))
         else:
             {"start": _start, "status": _status, "stop": _stop}[args.action](config)
 

@@ -24,7 +24,7 @@ def resolve(source: Path, *flags: str) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".json") as report:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--dry-run", "--ignore-installed"]
         subprocess.run([*pip, "--report", report.name, *flags, "-r", str(source)], check=True)
-        found = json.load(open(report.name))["install"]
+        found = json.load(report)["install"]
     pairs = {re.sub(r"[-_.]+", "-", i["metadata"]["name"]).lower(): i["metadata"]["version"] for i in found}
     return [f"{name}=={version}" for name, version in sorted(pairs.items())]
 
