@@ -69,8 +69,8 @@ async def answer(writer: asyncio.StreamWriter, plan: dict, arrived: float) -> bo
     if fail != "empty":
         for i in range(plan["chunks"]):
             await until(arrived + (plan["first_ms"] + i * plan["gap_ms"]) / 1000)
-            writer.write(delta(" tok" * per))
             log.append((time.perf_counter() - arrived) * 1000)
+            writer.write(delta(" tok" * per))
             sent += per
             if i == 1 and fail == "cut":
                 return False

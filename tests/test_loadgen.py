@@ -85,7 +85,7 @@ def test_times_are_the_stubs_own_within_a_millisecond(stub: str) -> None:
             assert 0 <= np.percentile(late, 25) < 1
         assert np.median(np.abs(off)) < 0.01
         figures = stats.summarize(got)
-        assert figures["mean_itl_ms"] == pytest.approx(np.mean([np.diff(log) for log in real]), rel=0.01)
+        assert figures["mean_itl_ms"] == pytest.approx(np.mean([np.diff(log) for log in real]), abs=0.2)
         assert figures["median_ttst_ms"] == pytest.approx(np.median([log[1] - log[0] for log in real]), abs=1)
         assert figures["total_output_tokens"] == 160
 
