@@ -12,6 +12,7 @@ Checked against a discrete-event simulation in tests/test_plan.py. Beyond the hi
 taken as constant and requests as waiting in line.
 """
 
+import functools
 import math
 import re
 from bisect import bisect_left
@@ -105,7 +106,7 @@ def rate_at(measured: Sequence[Level], n: float) -> float:
     return y0 if x1 == x0 else y0 + (y1 - y0) * (n - x0) / (x1 - x0)
 
 
-def quantiles_at(measured: Sequence[Level], metric: str, n: float) -> list[float]:
+def quantiles_at(measured: Sequence[Level], metric: str, n: float) -> Sequence[float]:
     """The metric's times (ms) at the points of GRID with n in service on a replica, from the levels around n.
 
     Between the measured quantiles the curve is straight; it starts as far under the median as P90 lies above it, at
@@ -189,21 +190,25 @@ def meets(found: Outcome, wanted: Sequence[Objective]) -> bool:
     return all(found.times[objective.key] < objective.limit_ms for objective in wanted)
 
 
-def _curve(level: Level, metric: str) -> list[float]:
-    times = level.times
+def _curve(level: Level, metric: str) -> tuple[float, ...]:
     try:
-        middle, p90, p99 = (times[f"{name}_{metric}_ms"] for name in ("median", "p90", "p99"))
+        return _through(*(level.times[f"{name}_{metric}_ms"] for name in ("median", "p90", "p99")))
     except KeyError as error:
         lacks = f"the load test's level {level.concurrency:g} has no {error.args[0]}"
         raise UserError(f"{lacks}: measure it again") from None
-    lowest = max(middle / 2, 2 * middle - p90)
-    points = [(0.0, lowest), (0.5, middle), (0.9, p90), (0.99, p99), (1.0, p99 + (p99 - p90) / 9)]
+
+
+@functools.lru_cache(maxsize=1024)
+def _through(middle: float, p90: float, p99: float) -> tuple[float, ...]:
+    """The quantile function through three quantiles, at the points of GRID."""
+    points = [(0.0, max(middle / 2, 2 * middle - p90)), (0.5, middle), (0.9, p90), (0.99, p99)]
+    points.append((1.0, p99 + (p99 - p90) / 9))
     values: list[float] = []
     for u in GRID:
         place = bisect_left([x for x, _ in points], u)
         (x0, y0), (x1, y1) = points[place - 1], points[place]
         values.append(y0 + (y1 - y0) * (u - x0) / (x1 - x0))
-    return values
+    return tuple(values)
 
 
 def _mixture(measured: Sequence[Level], metric: str, met: Sequence[float], replicas: int) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import lzma
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -30,6 +32,17 @@ def base_model() -> Path:
     from jobs import config
 
     return models.fetch(config.load(None, [f"model.cache={ROOT / 'models'}"])).path
+
+
+@pytest.fixture(scope="session")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory of Qwen3-4B without its weights: the real tokenizer, chat template and configs."""
+    where = tmp_path_factory.mktemp("qwen3")
+    shutil.copytree(ROOT / "tests" / "qwen3", where, dirs_exist_ok=True)
+    with lzma.open(where / "tokenizer.json.xz") as packed:
+        (where / "tokenizer.json").write_bytes(packed.read())
+    (where / "tokenizer.json.xz").unlink()
+    return where
 
 
 @dataclass(frozen=True)
