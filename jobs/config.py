@@ -160,10 +160,22 @@ class Serve(Section):
         None, description="Threads of a replica without a GPU; none shares the cores."
     )
     max_requests: PositiveInt | None = Field(
-        None,
-        description="Requests of a replica, running and waiting, past which it answers 429; none is 4 x max_num_seqs, at least 1024.",
+        None, description="Requests in one replica past which it answers 429; none is 4 x max_num_seqs, at least 1024."
     )
+    max_body_bytes: PositiveInt = Field(4 << 20, description="Largest request body; a larger one is 413.")
+    body_timeout_s: Annotated[float, Field(gt=0)] = Field(30, description="A body that takes longer to arrive is 408.")
     drain_timeout_s: PositiveInt = Field(600, description="Longest answer that a stopping replica still finishes.")
+    require_api_key: bool | None = Field(None, description="Ask for an API key; none does so beyond loopback only.")
+    adapters: dict[str, str] = Field(
+        default_factory=dict,
+        description="Adapter directories mounted beside the model, by the name to serve them under.",
+    )
+    max_replicas: PositiveInt | None = Field(None, description="Autoscale up to this many; none keeps num_replicas.")
+    min_replicas: Annotated[int, Field(ge=0)] = Field(1, description="Replicas that stay when idle; 0 scales to zero.")
+    waiting_per_replica: Annotated[float, Field(gt=0)] = Field(
+        4.0, description="Requests waiting per replica that autoscaling aims at."
+    )
+    scale_down_delay_s: Annotated[float, Field(gt=0)] = Field(300, description="Idle this long before scaling in.")
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Any further vLLM engine flag, by its own name."
     )
@@ -257,6 +269,14 @@ class Config(Section):
             )
         if self.data.split_by == "group" and not self.data.group_key:
             raise ValueError("data.split_by=group needs data.group_key, the row key whose rows stay together")
+        if self.serve.require_api_key is False and not is_loopback(self.serve.host):
+            raise ValueError(
+                f"serve.host {self.serve.host} is beyond loopback, where serve.require_api_key cannot be false"
+            )
+        if self.serve.max_replicas is not None and self.serve.min_replicas > self.serve.max_replicas:
+            raise ValueError(
+                f"serve.min_replicas {self.serve.min_replicas} is over serve.max_replicas {self.serve.max_replicas}"
+            )
         if self.load.endpoint is not None and self.load.sweep is not None:
             raise ValueError("load.sweep redeploys this run's own service, so it cannot be used with load.endpoint")
         batched = self.serve.max_num_batched_tokens
@@ -305,6 +325,11 @@ def validate(tree: dict[str, Any], where: str) -> Config:
     except ValidationError as error:
         lines = [f"  {'.'.join(map(str, e['loc'])) or 'config'}: {_plain(e)}" for e in error.errors()]
         raise UserError(f"{where}: invalid config\n" + "\n".join(lines)) from None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reachable from this machine alone."""
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def resolve_storage(location: str) -> str:

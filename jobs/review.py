@@ -1,0 +1,127 @@
+"""What a person reads and fills in: answers side by side, a review sheet, and a blind choice between two answers."""
+
+import csv
+import json
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jobs import report_html
+from jobs.errors import UserError
+from jobs.report_blocks import Answers, Block, Heading, Table, Text
+
+TO_FILL_IN = ("facts_right", "instruction_followed", "repetition", "cut_off", "reviewer")
+NAMES = {
+    "base": "base model",
+    "adapter": "base + adapter",
+    "merged": "merged model",
+    "nf4": "NF4 base + adapter",
+}
+CHOICES = {"a": "left", "b": "right", "s": "same"}
+
+
+def write(
+    path: Path, answers: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any], *, lines: Sequence[str]
+) -> None:
+    """compare.html (the answers side by side and the figures) and review.csv (one line per answer, to be filled in)."""
+    page = report_html.html(
+        blocks(answers, numbers, lines=lines),
+        title="Base, adapter and merged model",
+        subtitle=f"{numbers['prompts']} prompts of the held-out split ({numbers['split']}), greedy, BF16",
+    )
+    (path / "compare.html").write_text(page, encoding="utf-8")
+    with open(path / "review.csv", "w", newline="", encoding="utf-8-sig") as handle:  # the mark makes Excel read UTF-8
+        writer = csv.writer(handle)
+        writer.writerow(["id", "split", "model", "question", "answer", *TO_FILL_IN])
+        for row in answers:
+            for name, text in row["answers"].items():
+                cells = [row["id"], row["split"], name, question(row), text]
+                writer.writerow([*map(_no_formula, cells), *[""] * len(TO_FILL_IN)])
+
+
+def blocks(answers: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any], *, lines: Sequence[str]) -> list[Block]:
+    """The page as blocks of jobs.report_blocks."""
+    found: list[Block] = [Text(line) for line in lines[:3]]
+    losses = [
+        [NAMES.get(name, name), f"{f['loss']:.4f}", _interval(f["loss_95"]), f"{f['perplexity']:.3f}"]
+        + [f"{f['minus_base']:+.4f} {_interval(f['minus_base_95'])}" if "minus_base" in f else ""]
+        for name, f in numbers["loss"].items()
+    ]
+    title = f"Loss on {numbers['loss_rows']} held-out rows ({numbers['split']}), {numbers['loss_tokens']} answer tokens"
+    found.append(Table(["Model", "Loss", "95 %", "Perplexity", "Against the base, paired"], losses, title))
+    faults = [[NAMES.get(name, name), *map(str, counts.values())] for name, counts in numbers["faults"].items()]
+    title = f"Of {numbers['prompts']} answers of at most {numbers['max_new_tokens']} tokens"
+    found.append(Table(["Model", "Repeat in a loop", "Turn not ended", "<think> shown"], faults, title))
+    found.append(Heading("The same prompts, side by side"))
+    for row in answers:
+        said = [(NAMES.get(name, name), text) for name, text in row["answers"].items()]
+        found.append(Answers(question(row), [*said, ("reference", row["reference"])]))
+    return found
+
+
+def question(row: Mapping[str, Any]) -> str:
+    """The last words of the user in a row of answers.jsonl."""
+    return next((str(m["content"]) for m in reversed(row["messages"]) if m["role"] == "user"), str(row["id"]))
+
+
+def blind(
+    answers: Sequence[Mapping[str, Any]],
+    file: Path,
+    *,
+    reviewer: str,
+    pair: tuple[str, str],
+    ask: Callable[[str], str] = input,
+    show: Callable[[str], None] = print,
+) -> dict[str, int]:
+    """Show two answers of each row in an order the reviewer cannot know, and append each choice to `file`.
+
+    Rows judged before are left out, so a stopped review goes on. Returns wins {name: count, "same": count}. The
+    order comes from reviewer and row, so going on shows the same. Raises UserError when a column is missing.
+    """
+    missing = [name for name in pair if any(name not in row["answers"] for row in answers)]
+    if missing:
+        raise UserError(f"no answers of {missing[0]!r} to review; there are {', '.join(answers[0]['answers'])}")
+    done = {(line["id"], tuple(line["pair"])): line["better"] for line in _lines(file)}
+    todo = [row for row in answers if (row["id"], pair) not in done]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    for number, row in enumerate(todo, 1):
+        left, right = random.Random(f"{reviewer} {row['id']}").sample(pair, 2)
+        show(f"\n({number} of {len(todo)}) {question(row)}\n")
+        show(f"  a: {' '.join(row['answers'][left].split())}\n\n  b: {' '.join(row['answers'][right].split())}\n")
+        choice = ""
+        while choice not in (*CHOICES, "q"):
+            choice = ask("Which is better? a, b, s (same), q (stop): ").strip().lower()
+        if choice == "q":
+            break
+        better = {"left": left, "right": right, "same": "same"}[CHOICES[choice]]
+        when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        line = {
+            "id": row["id"],
+            "split": row["split"],
+            "pair": pair,
+            "better": better,
+            "reviewer": reviewer,
+            "at": when,
+        }
+        with open(file, "a", encoding="utf-8") as handle:
+            handle.write(json.dumps(line, ensure_ascii=False) + "\n")
+        done[(row["id"], pair)] = better
+    mine = [better for (_, judged), better in done.items() if judged == pair]
+    return {name: mine.count(name) for name in (*pair, "same")}
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    if not file.is_file():
+        return []
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _interval(pair: Sequence[float]) -> str:
+    return f"[{pair[0]:.4f}, {pair[1]:.4f}]"
+
+
+def _no_formula(text: Any) -> str:
+    """A cell that a spreadsheet would run as a formula gets an apostrophe in front."""
+    return f"'{text}" if str(text).startswith(("=", "+", "-", "@", "\t", "\r")) else str(text)
