@@ -18,7 +18,7 @@ def training(config: Config, shape: Shape, *, cpu: bool) -> Training:
     longest = config.data.max_seq_len
     tokens = min(train.micro_batch_tokens, rows * longest)
     supervised = int(tokens * SUPERVISED)
-    known = _largest_batch(config)
+    known = largest_batch(config)
     if known is not None:
         tokens, supervised, longest = known
     return memory.training(
@@ -49,7 +49,7 @@ def serving(config: Config, shape: Shape, gpu: Gpu | None) -> Serving:
     )
 
 
-def _largest_batch(config: Config) -> tuple[int, int, int] | None:
+def largest_batch(config: Config) -> tuple[int, int, int] | None:
     """(tokens, supervised positions, longest row) of the largest packed batch of the run, once its rows are prepared.
 
     Batches are a function of the snapshot, the seed and the step (jobs/packing.py), so they can be made in advance.

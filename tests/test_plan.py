@@ -13,7 +13,19 @@ from typing import Any
 
 import pytest
 
-from jobs import architecture, capacity, capacity_page, config, estimate, gpus, memory, model_shape, plan, plan_fixes
+from jobs import (
+    architecture,
+    artifacts,
+    capacity,
+    capacity_page,
+    config,
+    estimate,
+    gpus,
+    memory,
+    model_shape,
+    plan,
+    plan_fixes,
+)
 from jobs.capacity import Level
 from jobs.config import Lora, Serve, Train
 from jobs.errors import UserError
@@ -432,6 +444,33 @@ def test_command_plans_every_config_without_torch(name: str) -> None:
     assert done.returncode == 0, done.stderr
     assert "COMMON GPUS" in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 110
+
+
+def test_prepared_rows_say_how_large_the_largest_batch_is(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from data import snapshot
+
+    def short(length: int) -> config.Config:
+        limits = [f"data.max_seq_len={length}", f"train.micro_batch_tokens={length}", "train.batch_size=3"]
+        return single_card(f"run.root={tmp_path}", *limits)
+
+    settings = short(50)
+    assert estimate.training(settings, model_shape.find(settings), cpu=False).tokens == 50
+    rows: list[dict[str, Any]] = []
+    for length, supervised in ((30, 5), (15, 4), (20, 3)):  # one step of three rows: 30 + 20 together, then 15
+        mask = [0] * (length - supervised) + [1] * supervised
+        row = {"id": str(length), "source": "x:1", "messages": "[]", "answer": "", "prompt_length": length - supervised}
+        rows.append(row | {"input_ids": list(range(length)), "loss_mask": mask, "length": length})
+    with artifacts.create(settings, "prepare", {}, {}) as draft:
+        (draft.path / "train").mkdir()
+        pq.write_table(pa.Table.from_pylist(rows, schema=snapshot.schema()), draft.path / "train" / "part-0.parquet")
+        draft.numbers["snapshot_hash"] = "0"
+    assert estimate.largest_batch(settings) == (50, 8, 30)
+    narrower = short(40)
+    assert estimate.largest_batch(narrower) == (35, 7, 20)  # 30 alone, 20 + 15 together
+    assert estimate.training(narrower, model_shape.find(narrower), cpu=False).tokens == 35
 
 
 def test_what_does_not_fit_is_said_with_changes() -> None:
