@@ -193,6 +193,23 @@ class Load(Section):
         True, description="Ask for exactly output_len tokens; servers other than vLLM may refuse it."
     )
     levels: tuple[PositiveInt, ...] = Field((1, 4, 16), description="Concurrency levels, closed loop.")
+    rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(
+        (), description="Requests/s, one level each, open loop instead of closed; empty is closed loop."
+    )
+    arrivals: Literal["poisson", "constant", "gamma", "ramp"] = Field(
+        "poisson", description="When open-loop requests come."
+    )
+    burstiness: Annotated[float, Field(gt=0)] = Field(1.0, description="Shape of arrivals=gamma: below 1 in bursts.")
+    max_concurrency: PositiveInt | None = Field(
+        None, description="Most open-loop requests out at once; waiting for it counts as latency. None is no limit."
+    )
+    prompts: str = Field(
+        "random", description="random, heldout (this run's held-out rows, history and all) or a JSONL file of messages."
+    )
+    slo: str | None = Field(None, description="Targets, like ttft_p99<500ms,tpot_p99<50ms: goodput, and the search.")
+    search: Literal["rate", "concurrency"] | None = Field(
+        None, description="Find the highest rate or concurrency within slo by bisection, instead of fixed levels."
+    )
     input_len: PositiveInt = Field(512, description="Prompt tokens.")
     output_len: PositiveInt = Field(128, description="Answer tokens.")
     num_prompts: PositiveInt = Field(64, description="Requests per level.")
@@ -207,6 +224,21 @@ class Load(Section):
         if not value:
             raise ValueError("needs at least one concurrency level, like [1, 4, 16]")
         return value
+
+    @field_validator("slo")
+    @classmethod
+    def _targets(cls, value: str | None) -> str | None:
+        if value is not None:
+            from jobs.loadgen import slo
+
+            slo.parse(value)
+        return value
+
+    @model_validator(mode="after")
+    def _search_needs_targets(self) -> Self:
+        if self.search is not None and self.slo is None:
+            raise ValueError("load.search needs load.slo, like ttft_p99<500ms,tpot_p99<50ms")
+        return self
 
     @field_validator("sweep")
     @classmethod

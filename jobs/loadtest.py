@@ -64,6 +64,8 @@ def run(config: Config) -> artifacts.Artifact:
         measure.write_requests(kept, draft.path / "requests.parquet")
         draft.numbers["levels"] = [measure.key_numbers(r) for r in rows]
         draft.numbers["trade"] = tables.trade_sentence(rows) or None
+        if config.load.search:
+            draft.numbers["slo_best"] = [measure.key_numbers(r) for r in rows if r["slo_best"]]
     return artifacts.read(artifacts.location(config, STAGE))
 
 
@@ -77,7 +79,12 @@ def _sections(config: Config) -> dict[str, Any]:
 
 
 def _inputs(config: Config) -> dict[str, str]:
-    return {} if config.load.endpoint else {"merge": artifacts.read(artifacts.location(config, "merge")).sha256}
+    used = [] if config.load.endpoint else ["merge"]
+    used += ["prepare"] if config.load.prompts == "heldout" else []
+    inputs = {stage: artifacts.read(artifacts.location(config, stage)).sha256 for stage in used}
+    if config.load.prompts not in ("random", "heldout") and os.path.isfile(config.load.prompts):
+        inputs["prompts"] = artifacts.sha256_file(config.load.prompts)
+    return inputs
 
 
 def _variants(config: Config) -> list[dict[str, Any]]:
@@ -86,9 +93,12 @@ def _variants(config: Config) -> list[dict[str, Any]]:
 
 def _title(config: Config, variant: Mapping[str, Any]) -> str:
     load = config.load
+    kind = "closed loop" if not load.rates and load.search != "rate" else f"open loop, {load.arrivals} arrivals"
+    asked = f"{load.input_len} tokens in" if load.prompts == "random" else f"{load.prompts} prompts"
+    limit = f"; {load.slo}" if load.slo else ""
     return (
-        f"{tables.variant_name(variant)}: {load.input_len} tokens in, {load.output_len} out, "
-        f"{load.num_prompts} requests a level, closed loop"
+        f"{tables.variant_name(variant)}: {asked}, {load.output_len} out, "
+        f"{load.num_prompts} requests a level, {kind}{limit}"
     )
 
 

@@ -65,9 +65,8 @@ def load_blocks(facts: Mapping[str, Any]) -> list[Block]:
         trade, x=Axis("output tokens/s"), y=Axis("median TPOT, ms"), title="Time per output token against throughput"
     )
     blocks.append(Figure("tpot", svg, "Time per output token (TPOT) against throughput; the numbers are loads"))
-    for r in rows:
-        where = f"{tables.variant_name(r['variant'])}, load {tables.load_name(r)}"
-        blocks += [Text(f"{where}: {note}", "warning") for note in r["warnings"]]
+    for name, of in groups.items():
+        blocks += [Text(f"{name}, {where}: {note}", "warning") for where, note in tables.all_notes(of)]
     together = [rows] if len(rows) <= 9 else list(groups.values())
     return [*blocks, *[_long_table(some) for some in together]]
 

@@ -2,28 +2,33 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jobs import artifacts
 from jobs.config import Config
 from jobs.errors import UserError
-from jobs.loadgen import stats, tables
+from jobs.loadgen import arrivals, intervals, slo, stats, tables
 from jobs.loadgen.client import Request, Server, body, wire
-from jobs.loadgen.prompts import Lexicon, Prompt, level_seed, random_prompts
+from jobs.loadgen.prompts import Lexicon, Prompt, chat_file, chats, held_out, level_seed, random_prompts
 from jobs.loadgen.runner import Hand, Plan, Status, drive, here, on_ray
 from jobs.progress import Progress, say
 
 STAGE = "loadtest"
 KEY_NUMBERS = (
-    "variant", "concurrency", "completed", "failed", "request_throughput", "output_throughput",
+    "variant", "concurrency", "rate", "completed", "failed", "request_throughput", "output_throughput",
     "total_token_throughput", "max_output_tokens_per_s", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms",
-    "p99_tpot_ms", "median_e2el_ms", "stopped_early", "client_saturated",
+    "p99_tpot_ms", "median_e2el_ms", "stopped_early", "client_saturated", "intervals",
+    "goodput", "slo_broken",
 )  # fmt: skip
 
 
 def clients(config: Config, server: Server) -> list[Hand]:
     """The clients: Ray actors; a single one against a foreign server needs no cluster and stays in this process."""
-    count = min(config.load.num_clients, max(config.load.levels))
+    load = config.load
+    closed = load.search is None and not load.rates
+    count = min(load.num_clients, max(load.levels)) if closed else load.num_clients
     if config.load.endpoint is not None and count == 1:
         return [here(server, keep_text=True)]
     from cluster import local
@@ -32,46 +37,126 @@ def clients(config: Config, server: Server) -> list[Hand]:
     return [on_ray(server, keep_text=True) for _ in range(count)]
 
 
+@dataclass(frozen=True)
+class Level:
+    """One load: `concurrency` requests at a time (closed loop), or `rate` requests a second (open loop)."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+
 def levels(
     config: Config, server: Server, source: Lexicon, hands: Sequence[Hand], *, variant: Mapping[str, Any], place: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Measure each level of one variant: (a row of figures per level, a row per request).
 
-    `place` is the variant's number: with run.seed and run.name it seeds the prompts, which no two levels share.
-    Raises UserError where a level gets no answer at all.
+    With load.search the levels are those that the bisection tries, in rising order. `place` is the variant's number:
+    with run.seed and run.name it seeds the prompts, which no two levels share. Raises UserError where a level gets no
+    answer at all.
     """
     load = config.load
     rows: list[dict[str, Any]] = []
     kept: list[dict[str, Any]] = []
-    for step, level in enumerate(load.levels):
-        made = random_prompts(
-            source,
-            count=load.num_prompts + load.num_warmups,
-            input_len=load.input_len,
-            output_len=load.output_len,
-            seed=level_seed(config.run.seed, config.run.name, place, step),
-        )
-        requests = _requests(config, server, made)
-        measured, warm = requests[: load.num_prompts], requests[load.num_prompts :]
-        used = hands[: min(len(hands), level)]
-        plans = [
-            Plan(measured[i :: len(used)], concurrency=len(range(i, level, len(used))), warmups=warm[i :: len(used)])
-            for i in range(len(used))
-        ]
-        with Progress(STAGE, load.num_prompts) as bar:
-            outcomes = drive(used, plans, _watcher(bar, f"{tables.variant_name(variant)}, load {level}"))
-        records = [r for o in outcomes for r in o.records]
-        _count_tokens_here(records, source)
-        if all(r.failure for r in records):
-            raise UserError(f"{server.url}: every request at load {level} failed, the first with {_why(records[0])}")
-        figures = stats.summarize(
-            records, lag_ms=[v for o in outcomes for v in o.lag_ms], cpu=max(o.cpu for o in outcomes)
-        )
-        row = {"variant": dict(variant), "concurrency": level, **figures, "warnings": stats.warnings(figures)}
-        row["failure_details"] = {r.failure: _why(r) for r in reversed(records) if r.failure}
+
+    def one(level: Level) -> dict[str, Any]:
+        seed = level_seed(config.run.seed, config.run.name, place, len(rows))
+        row, requests = _level(config, server, source, hands, variant=variant, level=level, seed=seed)
         rows.append(row)
-        kept += [_flat(r, variant, level) for r in records]
+        kept.extend(requests)
+        return row
+
+    if load.search is None:
+        for level in [Level(rate=r) for r in load.rates] or [Level(concurrency=c) for c in load.levels]:
+            one(level)
+        return rows, kept
+    by_rate = load.search == "rate"
+
+    def meets(at: float) -> bool:
+        row = one(Level(rate=at) if by_rate else Level(concurrency=int(at)))
+        verdict = "within" if not row["slo_broken"] else "; ".join(row["slo_broken"])
+        say(STAGE, f"{tables.variant_name(variant)}, load {tables.load_name(row)}: {verdict}")
+        return not row["slo_broken"]
+
+    start = float(load.rates[0]) if by_rate and load.rates else float(load.levels[0])
+    best = slo.search(meets, start=start, whole=not by_rate)
+    rows.sort(key=lambda r: r["rate"] or r["concurrency"])
+    for row in rows:
+        row["slo_best"] = (row["rate"] or row["concurrency"]) == best
     return rows, kept
+
+
+def _level(
+    config: Config,
+    server: Server,
+    source: Lexicon,
+    hands: Sequence[Hand],
+    *,
+    variant: Mapping[str, Any],
+    level: Level,
+    seed: Sequence[int],
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    load = config.load
+    made = _prompts(config, source, load.num_prompts + load.num_warmups, seed)
+    requests = _requests(config, server, made)
+    measured, warm = requests[: load.num_prompts], requests[load.num_prompts :]
+    used = hands[: min(len(hands), level.concurrency or len(hands), len(measured))]
+    plans = _plans(config, level, measured, warm, clients=len(used), seed=seed)
+    name = tables.load_name({"rate": level.rate, "concurrency": level.concurrency})
+    with Progress(STAGE, load.num_prompts) as bar:
+        outcomes = drive(used, plans, _watcher(bar, f"{tables.variant_name(variant)}, load {name}"))
+    records = [r for o in outcomes for r in o.records]
+    _count_tokens_here(records, source)
+    if all(r.failure for r in records):
+        raise UserError(f"{server.url}: every request at load {name} failed, the first with {_why(records[0])}")
+    figures = stats.summarize(records, lag_ms=[v for o in outcomes for v in o.lag_ms], cpu=max(o.cpu for o in outcomes))
+    row: dict[str, Any] = {"variant": dict(variant), "concurrency": level.concurrency, "rate": level.rate, **figures}
+    row["warnings"] = stats.warnings(figures)
+    row["intervals"] = intervals.bootstrap(records, seed=seed, closed=level.rate is None)
+    row["p99_unsure"] = intervals.too_short_for_p99(figures["completed"])
+    row["failure_details"] = {r.failure: _why(r) for r in reversed(records) if r.failure}
+    targets = slo.parse(load.slo) if load.slo else []
+    row["goodput"] = slo.goodput(stats.by_request(records), targets, duration=figures["duration"]) if targets else None
+    row["slo_broken"] = slo.broken(figures, targets) if targets else None
+    return row, [_flat(r, variant, level) for r in records]
+
+
+def _prompts(config: Config, source: Lexicon, count: int, seed: Sequence[int]) -> list[Prompt]:
+    load = config.load
+    if load.prompts == "random":
+        return random_prompts(source, count=count, input_len=load.input_len, output_len=load.output_len, seed=seed)
+    if load.prompts == "heldout":
+        rows = held_out(artifacts.read(artifacts.location(config, "prepare")).path)
+    else:
+        rows = chat_file(Path(load.prompts))
+    return chats(rows, count=count, output_len=load.output_len, seed=seed)
+
+
+def _plans(
+    config: Config,
+    level: Level,
+    measured: Sequence[Request],
+    warm: Sequence[Request],
+    *,
+    clients: int,
+    seed: Sequence[int],
+) -> list[Plan]:
+    """The level dealt out to the clients in turn."""
+    load = config.load
+    cap, due = level.concurrency, None
+    if level.rate is not None:
+        cap = load.max_concurrency
+        due = arrivals.offsets(
+            load.arrivals, count=len(measured), rate=level.rate, seed=[*seed, 1], burstiness=load.burstiness
+        )
+    return [
+        Plan(
+            measured[i::clients],
+            concurrency=None if cap is None else max(1, len(range(i, cap, clients))),
+            offsets=None if due is None else due[i::clients],
+            warmups=warm[i::clients],
+        )
+        for i in range(clients)
+    ]
 
 
 def key_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -86,7 +171,13 @@ def write_requests(kept: Sequence[Mapping[str, Any]], path: Path) -> None:
 
     number, text, count = pa.float64(), pa.string(), pa.int32()
     times = ("scheduled", "sent", "first_byte", "first_token", "last_token", "end")
-    columns: dict[str, Any] = {"variant": text, "concurrency": count, "index": count, **dict.fromkeys(times, number)}
+    columns: dict[str, Any] = {
+        "variant": text,
+        "concurrency": count,
+        "rate": number,
+        "index": count,
+        **dict.fromkeys(times, number),
+    }
     columns |= dict.fromkeys(("prompt_len", "output_len", "prompt_tokens", "completion_tokens", "cached_tokens"), count)
     columns |= {"estimated": pa.bool_(), **dict.fromkeys(("finish_reason", "failure", "detail"), text)}
     columns |= {"arrivals": pa.list_(number), "chars": pa.list_(count)}
@@ -117,14 +208,15 @@ def _why(record: stats.Record) -> str:
     return f"{record.failure}: {record.detail}" if record.detail else str(record.failure)
 
 
-def _flat(record: stats.Record, variant: Mapping[str, Any], level: int) -> dict[str, Any]:
+def _flat(record: stats.Record, variant: Mapping[str, Any], level: Level) -> dict[str, Any]:
     names = (
         "index", "scheduled", "sent", "first_byte", "first_token", "last_token", "end", "prompt_len", "output_len",
         "prompt_tokens", "completion_tokens", "cached_tokens", "estimated", "finish_reason", "failure", "detail",
     )  # fmt: skip
     return {
         "variant": tables.variant_name(variant),
-        "concurrency": level,
+        "concurrency": level.concurrency,
+        "rate": level.rate,
         **{name: getattr(record, name) for name in names},
         "arrivals": [t - record.sent for t in record.times],
         "chars": record.chars.tolist(),

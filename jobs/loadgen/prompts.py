@@ -5,9 +5,11 @@ makes a text of the length asked for, and the template comes on top.) Words are 
 level's own, so no two prompts share a prefix beyond the template's, and a rerun sends the same ones.
 """
 
+import json
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,14 @@ class Prompt:
     content: str | list[dict[str, Any]]
     prompt_len: int
     output_len: int
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation up to its next answer. `prompt_len`: its tokens with the chat template; 0 is not known."""
+
+    messages: list[dict[str, Any]]
+    prompt_len: int
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,58 @@ def random_prompts(
             kept = texts[i] if lack > 0 else texts[i][: max(0, len(texts[i]) + lack - 1)]
             texts[i] = kept + _pick(source.words, rng, lack if lack > 0 else 1)
     return [Prompt(" ".join(words), input_len, output_len) for words in texts]
+
+
+def chats(rows: Sequence[Chat], *, count: int, output_len: int, seed: Sequence[int]) -> list[Prompt]:
+    """`count` conversations in random order, each as often as the others (or once more): real prompts with history.
+
+    More prompts than rows means repeats, which a server's prefix cache answers sooner than real users' prompts.
+    """
+    rng = np.random.default_rng(list(seed))
+    order = [int(i) for _ in range(-(-count // len(rows))) for i in rng.permutation(len(rows))][:count]
+    return [Prompt(rows[i].messages, rows[i].prompt_len, output_len) for i in order]
+
+
+def held_out(prepared: Path) -> list[Chat]:
+    """The held-out rows of a prepare artifact: the messages before the answer, with the tokens they make."""
+    from data import snapshot
+
+    table = snapshot.read(prepared, "eval").select(["messages", "prompt_length"])
+    rows = [Chat(json.loads(row["messages"]), int(row["prompt_length"])) for row in table.to_pylist()]
+    if not rows:
+        raise UserError(f"{prepared}: no held-out rows, which load.prompts=heldout sends")
+    return rows
+
+
+def chat_file(path: Path) -> list[Chat]:
+    """Conversations of a JSONL file, one object with `messages` a line; a last assistant turn is the answer, not sent.
+
+    Raises UserError naming the line. Their length in tokens is not asked for, so the server's count is not compared.
+    """
+    rows: list[Chat] = []
+    try:
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
+    except OSError as error:
+        raise UserError(
+            f"load.prompts={path}: {error.strerror}; it should be random, heldout or a JSONL file"
+        ) from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not UTF-8 (byte {error.start})") from None
+    for at, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            messages = json.loads(line)["messages"]
+            while messages and messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            if not messages or not all(isinstance(m["role"], str) and m["content"] is not None for m in messages):
+                raise ValueError
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}:{at}: expected an object with `messages`, each with role and content") from None
+        rows.append(Chat(messages, 0))
+    if not rows:
+        raise UserError(f"{path}: no conversation in it")
+    return rows
 
 
 def _pick(words: Sequence[str], rng: np.random.Generator, count: int) -> list[str]:

@@ -134,6 +134,19 @@ def samples(records: Sequence[Record]) -> dict[str, list[Floats]]:
     }
 
 
+def by_request(records: Sequence[Record]) -> dict[str, list[float | None]]:
+    """Milliseconds of each finished request: TTFT, TPOT (None under two tokens), mean ITL and E2EL."""
+    good = [r for r in records if r.failure is None and r.first_token is not None and r.last_token is not None]
+    rows: dict[str, list[float | None]] = {name: [] for name in TIMED}
+    for r in good:
+        pace, gaps = tpot(r), token_gaps(r)
+        rows["ttft"].append(((r.first_token or 0.0) - r.scheduled) * 1000)
+        rows["tpot"].append(None if pace is None else pace * 1000)
+        rows["itl"].append(sum(gaps) / len(gaps) * 1000 if gaps else None)
+        rows["e2el"].append(((r.last_token or 0.0) - r.scheduled) * 1000)
+    return rows
+
+
 def summarize(records: Sequence[Record], *, lag_ms: Sequence[float] = (), cpu: float | None = None) -> dict[str, Any]:
     """The figures of one level: counts, tokens/s, and mean, median, P90 and P99 in milliseconds.
 
@@ -165,9 +178,7 @@ def summarize(records: Sequence[Record], *, lag_ms: Sequence[float] = (), cpu: f
         "max_output_tokens_per_s": None if output_tokens is None else peak_per_second(records),
         "max_concurrent_requests": peak_concurrency(records),
         "stopped_early": sum(r.completion_tokens is not None and r.completion_tokens < r.output_len for r in good),
-        "input_len_differs": sum(
-            r.prompt_tokens is not None and not r.estimated and r.prompt_tokens != r.prompt_len for r in good
-        ),
+        "input_len_differs": sum(_other_length(r) for r in good),
         "cached_input_tokens": sum(cached) if cached else None,
         "client_lag_p99_ms": lag,
         "client_cpu": cpu,
@@ -212,6 +223,11 @@ def warnings(figures: dict[str, Any]) -> list[str]:
             "raise load.num_clients"
         )
     return notes
+
+
+def _other_length(r: Record) -> bool:
+    asked = r.prompt_len > 0  # 0: no length was asked for
+    return asked and not r.estimated and r.prompt_tokens is not None and r.prompt_tokens != r.prompt_len
 
 
 def _ms(seconds: float) -> Floats:

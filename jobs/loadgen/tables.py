@@ -19,7 +19,7 @@ def number(value: float | None, digits: int = 1, *, estimated: bool = False) -> 
 
 def load_name(row: Row) -> str:
     """What was asked of the server in this row: its concurrency, or its rate."""
-    return f"{row['rate']:g}/s" if row.get("rate") is not None else str(row["concurrency"])
+    return f"{row['rate']:.4g}/s" if row.get("rate") is not None else str(row["concurrency"])
 
 
 def variant_name(variant: Mapping[str, Any]) -> str:
@@ -63,8 +63,38 @@ def table(rows: Sequence[Row], *, title: str) -> str:
                 known = name in ("tpot", "itl")
                 columns.append([head, *[number(r[f"{key}_{name}_ms"], estimated=known and est(r)) for r in rows]])
         blocks.append(_block(columns))
-    notes = [_wrapped(f"! load {load_name(r)}: {note}") for r in rows for note in r["warnings"]]
+    keys = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "p99_e2el_ms")
+    if any(r.get("intervals") for r in rows):
+        heads = ("95 % interval of: out tok/s", "TTFT ms median", "TTFT P99", "TPOT median", "E2EL P99")
+        columns = [[h, *[interval(r, k) for r in rows]] for h, k in zip(heads, keys, strict=True)]
+        blocks.append(_block([load, *columns]))
+    if any(r.get("slo_broken") is not None for r in rows):
+        verdicts = ["targets", *[_verdict(r) for r in rows]]
+        blocks.append(_block([load, ["goodput req/s", *[number(r["goodput"], 2) for r in rows]], verdicts]))
+    notes = [_wrapped(f"! {where}: {note}") for where, note in all_notes(rows)]
     return "\n".join([title, *("\n" + b for b in blocks), *([""] if notes else []), *notes])
+
+
+def interval(row: Row, key: str) -> str:
+    """`82.1-85.3`, or nothing where the level was too short to say."""
+    found = row.get("intervals", {}).get(key)
+    return "" if found is None else f"{number(found[0])}-{number(found[1])}"
+
+
+def all_notes(rows: Sequence[Row]) -> list[tuple[str, str]]:
+    """(which loads, what to know): a note that holds for several loads is said once."""
+    by_note: dict[str, list[str]] = {}
+    for r in rows:
+        unsure = [f"P99 rests on the one or two slowest of {r['completed']} requests"] if r.get("p99_unsure") else []
+        for note in [*r["warnings"], *unsure]:
+            by_note.setdefault(note, []).append(load_name(r))
+    return [(f"load {', '.join(loads)}", note) for note, loads in by_note.items()]
+
+
+def _verdict(row: Row) -> str:
+    if row["slo_broken"]:
+        return "missed: " + "; ".join(row["slo_broken"])
+    return "met, the most found" if row.get("slo_best") else "met"
 
 
 def trade(rows: Sequence[Row]) -> str:
