@@ -93,7 +93,8 @@ def _run(args: argparse.Namespace) -> None:
     config = config_module.load(args.config, args.overrides)
     page = Page()
     if args.users is not None or args.loadtest is not None or args.measured is not None:
-        where = Path(args.loadtest) if args.loadtest else Path(artifacts.location(config, "loadtest"))
+        own = artifacts.location(config, "loadtest")
+        where = Path(args.loadtest or (artifacts.read(own).path if "://" in own else own))
         facts = capacity_page.answer(
             page,
             where,

@@ -1,5 +1,6 @@
 """A memory plan as a page for a terminal."""
 
+import os
 from collections.abc import Sequence
 
 from jobs import estimate, gpus, memory, plan_fixes
@@ -34,9 +35,10 @@ def show(page: Page, config: Config, shape: Shape, gpu: Gpu | None) -> None:
 
 
 def _show_training(page: Page, config: Config, shape: Shape, gpu: Gpu | None, train: Training) -> None:
-    fits = gpu is None or train.needed <= gpu.total
-    room = f" of {gpu.total / GIB:.1f} GiB" if gpu else " GiB of RAM"
-    page.section(f"TRAINING, one worker: {'fits, ' if fits else 'DOES NOT FIT, needs '}{train.needed / GIB:.1f}{room}")
+    total = gpu.total if gpu else float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    fits = train.needed <= total
+    room = f"{train.needed / GIB:.1f} of {total / GIB:.1f} GiB{'' if gpu else ' of RAM'}"
+    page.section(f"TRAINING, one worker: {'fits' if fits else 'DOES NOT FIT'}, {room}")
     rows = _rows(train.items)
     peak = "torch.cuda.max_memory_allocated" if gpu else "resident memory of the worker"
     rows.append(["peak", size(train.allocated), f"{peak}, at {train.tokens:,} tokens in a batch"])

@@ -30,6 +30,7 @@ from jobs.capacity import Level
 from jobs.config import Lora, Serve, Train
 from jobs.errors import UserError
 from jobs.memory import GIB
+from tests.bench import plan_accuracy
 from tests.conftest import ROOT
 
 CONFIGS = ROOT / "jobs" / "configs"
@@ -181,6 +182,19 @@ def test_checkpointing_and_nf4_save_and_rank_and_tokens_cost() -> None:
     assert peak(Train(quantization="none"), Lora(r=16)) - base == pytest.approx(3_633_315_840 * (2 - memory.NF4))
     assert peak(Train(), Lora(r=64)) > base
     assert peak(Train(), Lora(r=16), tokens=8192) > base
+
+
+# --- against what was measured on a GPU (tests/bench/plan_accuracy.py appends to this file)
+
+
+STORED = ROOT / "tests" / "bench" / "plan_accuracy.jsonl"
+POINTS = [json.loads(line) for line in STORED.read_text().splitlines()] if STORED.exists() else []
+
+
+@pytest.mark.parametrize("row", POINTS, ids=lambda row: f"{row['kind']} {row['size']} {' '.join(row['overrides'])}")
+def test_prediction_is_near_what_was_measured(row: dict[str, Any]) -> None:
+    allowed = {"serve": 0.05, "train": 0.10}[row["kind"]]
+    assert plan_accuracy.predict(row) == pytest.approx(row["actual"], rel=allowed)
 
 
 # --- what makes it fit
