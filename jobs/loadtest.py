@@ -18,7 +18,7 @@ from typing import Any
 from jobs import artifacts, cli
 from jobs.config import Config
 from jobs.errors import UserError
-from jobs.loadgen import measure, tables
+from jobs.loadgen import keep, measure, tables
 from jobs.loadgen import prompts as prompts_module
 from jobs.loadgen.client import Server
 from jobs.loadgen.prompts import Lexicon
@@ -39,7 +39,7 @@ def run(config: Config) -> artifacts.Artifact:
         return done
     with artifacts.create(config, STAGE, sections, inputs) as draft:
         rows: list[dict[str, Any]] = []
-        kept: list[dict[str, Any]] = []
+        every: list[dict[str, Any]] = []
         texts: list[str] = []
         hands: list[Hand] = []
         try:
@@ -48,7 +48,7 @@ def run(config: Config) -> artifacts.Artifact:
                 if not hands:  # the clients outlive the variants: only the server is redeployed
                     hands = measure.clients(config, server)
                 of_variant, requests = measure.levels(config, server, source, hands, variant=variant, place=place)
-                kept += requests
+                every += requests
                 rows += of_variant
                 texts.append(tables.table(of_variant, title=_title(config, variant)))
                 print(f"\n{texts[-1]}\n", flush=True)
@@ -59,13 +59,14 @@ def run(config: Config) -> artifacts.Artifact:
         if side_by_side:
             texts.append(side_by_side)
             print(side_by_side + "\n", flush=True)
+        keep.write_timeline(rows, draft.path / "server.parquet")
         (draft.path / "results.json").write_text(json.dumps(rows, indent=1), encoding="utf-8")
         (draft.path / "tables.txt").write_text("\n\n\n".join(texts) + "\n", encoding="utf-8")
-        measure.write_requests(kept, draft.path / "requests.parquet")
-        draft.numbers["levels"] = [measure.key_numbers(r) for r in rows]
+        keep.write_requests(every, draft.path / "requests.parquet")
+        draft.numbers["levels"] = [keep.key_numbers(r) for r in rows]
         draft.numbers["trade"] = tables.trade_sentence(rows) or None
         if config.load.search:
-            draft.numbers["slo_best"] = [measure.key_numbers(r) for r in rows if r["slo_best"]]
+            draft.numbers["slo_best"] = [keep.key_numbers(r) for r in rows if r["slo_best"]]
     return artifacts.read(artifacts.location(config, STAGE))
 
 

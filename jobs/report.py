@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs import artifacts, cli, report_html, report_page
+from jobs import artifacts, cli, report_curves, report_html, report_page
 from jobs.artifacts import Artifact
 from jobs.config import Config
 from jobs.errors import UserError
@@ -71,6 +71,7 @@ def facts(found: Mapping[str, Artifact], *, tuned_by: str = "train") -> dict[str
         "merge_check": _merge_check(numbers_of.get("compare", {})),
         "answers": _lines(found["compare"].path / "answers.jsonl") if "compare" in found else [],
         "load": [] if load is None else json.loads((load.path / "results.json").read_text(encoding="utf-8")),
+        "curves": {} if load is None else report_curves.curves(load.path),
         "load_config": {} if load is None else load.manifest["config"]["load"],
         "lineage": _lineage(found, tuned_by),
         "stages": [_stage(name, made, found) for name, made in found.items()],

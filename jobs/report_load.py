@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jobs import plots
+from jobs import plots, report_curves
 from jobs.loadgen import tables
 from jobs.loadgen.tables import number
 from jobs.plots import Axis, Series
@@ -13,22 +13,22 @@ from jobs.report_blocks import Block, Figure, Heading, Table, Text
 def short_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     """One line per variant and level: what a user of the service would feel."""
     head = ["Variant", "Load", "Output tok/s", "Requests/s"]
-    head += ["TTFT median", "TTFT P99", "TPOT median", "E2EL P99", "Failed"]
+    head += ["TTFT median, ms", "TTFT P99, ms", "TPOT median, ms", "E2EL P99, ms", "Failed"]
     body = [
         [
             tables.variant_name(r["variant"]),
             tables.load_name(r),
-            number(r["output_throughput"], estimated=r["tokens_estimated"]),
+            number(r["output_throughput"], estimated=r["tokens_estimated"]) + _within(r, "output_throughput", 0),
             number(r["request_throughput"], 2),
-            _ms(r["median_ttft_ms"], 0),
-            _ms(r["p99_ttft_ms"], 0),
-            _ms(r["median_tpot_ms"], 1),
-            _ms(r["p99_e2el_ms"], 0),
+            number(r["median_ttft_ms"], 0) + _within(r, "median_ttft_ms", 0),
+            number(r["p99_ttft_ms"], 0),
+            number(r["median_tpot_ms"], 1) + _within(r, "median_tpot_ms", 1),
+            number(r["p99_e2el_ms"], 0),
             str(r["failed"]),
         ]
         for r in rows
     ]
-    return Table(head, body, "What to expect at each load (requests at a time)")
+    return Table(head, body, "What to expect at each load, with 95 % intervals in brackets")
 
 
 def load_blocks(facts: Mapping[str, Any]) -> list[Block]:
@@ -65,10 +65,33 @@ def load_blocks(facts: Mapping[str, Any]) -> list[Block]:
         trade, x=Axis("output tokens/s"), y=Axis("median TPOT, ms"), title="Time per output token against throughput"
     )
     blocks.append(Figure("tpot", svg, "Time per output token (TPOT) against throughput; the numbers are loads"))
+    blocks += report_curves.figures(facts["curves"])
     for name, of in groups.items():
         blocks += [Text(f"{name}, {where}: {note}", "warning") for where, note in tables.all_notes(of)]
+    if any(r.get("server") for r in rows):
+        blocks.append(_server_table(rows))
     together = [rows] if len(rows) <= 9 else list(groups.values())
     return [*blocks, *[_long_table(some) for some in together]]
+
+
+def _server_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    head = ["Variant", "Load", "Queue mean", "Queue max", "Running max", "KV cache max", "Prefix-cache hits"]
+    body: list[list[str]] = []
+    for r in rows:
+        said = r.get("server") or {}
+        hits, cache = said.get("prefix_cache_hit_rate"), said.get("kv_cache_max")
+        body.append(
+            [
+                tables.variant_name(r["variant"]),
+                tables.load_name(r),
+                number(said.get("queue_depth_mean")),
+                number(said.get("queue_depth_max"), 0),
+                number(said.get("running_max"), 0),
+                "n/a" if cache is None else f"{cache:.0%}",
+                "n/a" if hits is None else f"{hits:.0%}",
+            ]
+        )
+    return Table(head, body, "What the server said of itself")
 
 
 def _long_table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -98,5 +121,6 @@ def _names(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(tables.variant_name(r["variant"]) for r in rows))
 
 
-def _ms(value: float | None, digits: int) -> str:
-    return "n/a" if value is None else f"{number(value, digits)} ms"
+def _within(row: Mapping[str, Any], key: str, digits: int) -> str:
+    found = (row.get("intervals") or {}).get(key)
+    return "" if found is None else f" ({number(found[0], digits)}-{number(found[1], digits)})"

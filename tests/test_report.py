@@ -13,7 +13,7 @@ import pytest
 from jobs import artifacts, config, report
 from jobs.config import Config
 from jobs.errors import UserError
-from jobs.loadgen import stats
+from jobs.loadgen import intervals, keep, stats
 from jobs.loadgen.stats import Record
 
 NASTY = "<script>alert(1)</script> | **bold** & 'quote'"
@@ -23,8 +23,10 @@ def a_config(root: Path, *more: str) -> Config:
     return config.load(None, [f"run.root={root}", "run.name=r", *more])
 
 
-def level(concurrency: int, per_token: float, seats: int, *, seed: int = 0, failed: int = 0) -> dict[str, Any]:
-    """Figures of a made-up level: `seats` decode together, the rest waits."""
+def level(
+    concurrency: int, per_token: float, seats: int, *, seed: int = 0, failed: int = 0
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Figures and requests of a made-up level: `seats` decode together, the rest waits."""
     rng = np.random.default_rng([seed, concurrency, seats])
     busy = min(concurrency, seats)
     records: list[Record] = []
@@ -38,7 +40,12 @@ def level(concurrency: int, per_token: float, seats: int, *, seed: int = 0, fail
         r.failure = "http 503" if i < failed else None
         records.append(r)
     figures = stats.summarize(records, lag_ms=[0.4, 0.9], cpu=0.1)
-    return {"concurrency": concurrency, **figures, "warnings": stats.warnings(figures)}
+    row = {"variant": {"max_num_seqs": seats}, "concurrency": concurrency, "rate": None, **figures}
+    row |= {"warnings": stats.warnings(figures), "intervals": intervals.bootstrap(records, seed=[0], closed=True)}
+    at = {"at": 1e9 + 1, "replica": "a", "running": float(busy), "waiting": float(concurrency - busy)}
+    row |= {"timeline": [at, {**at, "at": 1e9 + 2}]}
+    kept = [keep.flat(r, variant=row["variant"], concurrency=concurrency, rate=None) for r in records]
+    return row, kept
 
 
 def a_run(c: Config, *stages: str) -> None:
@@ -80,12 +87,15 @@ def a_run(c: Config, *stages: str) -> None:
     tuned = "Air scatters blue light most."
     row["answers"] = {"base": NASTY, "adapter": tuned, "merged": tuned}
     make("compare", {"prompts": 3}, {"answers.jsonl": json.dumps(row) + "\n"}, "compare", merge=sha.get("merge", "0"))
-    rows = [
-        {"variant": {"max_num_seqs": seats}, **level(n, 0.02, seats, failed=1 if (n, seats) == (16, 4) else 0)}
-        for seats in (4, 16)
-        for n in (1, 4, 16)
-    ]
-    make("loadtest", {"levels": rows}, {"results.json": json.dumps(rows)}, "load", "serve", merge=sha.get("merge", "0"))
+    made = [level(n, 0.02, s, failed=1 if (n, s) == (16, 4) else 0) for s in (4, 16) for n in (1, 4, 16)]
+    if "loadtest" not in stages:
+        return
+    rows = [row for row, _ in made]
+    with artifacts.create(c, "loadtest", artifacts.sections_of(c, "load", "serve"), {"merge": "0"}) as draft:
+        keep.write_timeline(rows, draft.path / "server.parquet")
+        keep.write_requests([r for _, kept in made for r in kept], draft.path / "requests.parquet")
+        (draft.path / "results.json").write_text(json.dumps(rows))
+        draft.numbers["levels"] = rows
 
 
 EVERYTHING = ("prepare", "sweep", "merge", "compare", "loadtest")
@@ -131,8 +141,9 @@ def test_the_html_opens_offline_and_holds_its_plots(full: Path) -> None:
     assert not {"script", "link", "img", "iframe"} & set(names)
     assert not re.search(r"""(src|href)=["']?http|url\(|@import""", raw)
     figures = [attrs.get("id") for tag, attrs in page.tags if tag == "figure"]
-    assert figures == ["throughput", "ttft", "tpot", "loss", "sweep"]
-    assert names.count("svg") == 5
+    of_load = ["throughput", "ttft", "tpot", "ttft-distribution", "itl-distribution", "tokens-time", "queue-time"]
+    assert figures == [*of_load, "loss", "sweep"]
+    assert names.count("svg") == len(figures)
     assert all(attrs.get("aria-label") for tag, attrs in page.tags if tag == "svg")
 
 

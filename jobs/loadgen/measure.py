@@ -2,26 +2,21 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from jobs import artifacts
 from jobs.config import Config
 from jobs.errors import UserError
-from jobs.loadgen import arrivals, intervals, slo, stats, tables
+from jobs.loadgen import arrivals, intervals, keep, slo, stats, tables
 from jobs.loadgen.client import Request, Server, body, wire
+from jobs.loadgen.observe import Observer, summary
 from jobs.loadgen.prompts import Lexicon, Prompt, chat_file, chats, held_out, level_seed, random_prompts
 from jobs.loadgen.runner import Hand, Plan, Status, drive, here, on_ray
 from jobs.progress import Progress, say
 
 STAGE = "loadtest"
-KEY_NUMBERS = (
-    "variant", "concurrency", "rate", "completed", "failed", "request_throughput", "output_throughput",
-    "total_token_throughput", "max_output_tokens_per_s", "median_ttft_ms", "p99_ttft_ms", "median_tpot_ms",
-    "p99_tpot_ms", "median_e2el_ms", "stopped_early", "client_saturated", "intervals",
-    "goodput", "slo_broken",
-)  # fmt: skip
 
 
 def clients(config: Config, server: Server) -> list[Hand]:
@@ -102,7 +97,7 @@ def _level(
     used = hands[: min(len(hands), level.concurrency or len(hands), len(measured))]
     plans = _plans(config, level, measured, warm, clients=len(used), seed=seed)
     name = tables.load_name({"rate": level.rate, "concurrency": level.concurrency})
-    with Progress(STAGE, load.num_prompts) as bar:
+    with Progress(STAGE, load.num_prompts) as bar, Observer(server) as seen:
         outcomes = drive(used, plans, _watcher(bar, f"{tables.variant_name(variant)}, load {name}"))
     records = [r for o in outcomes for r in o.records]
     _count_tokens_here(records, source)
@@ -113,11 +108,28 @@ def _level(
     row["warnings"] = stats.warnings(figures)
     row["intervals"] = intervals.bootstrap(records, seed=seed, closed=level.rate is None)
     row["p99_unsure"] = intervals.too_short_for_p99(figures["completed"])
+    end = max(r.end for r in records)
+    row["server"] = summary(seen.readings, start=min(o.start for o in outcomes), end=end)
+    row["timeline"] = [asdict(r) for r in seen.readings]
+    row["warnings"] += _cache_notes(
+        row, shared=source.count([""])[0] / load.input_len if load.prompts == "random" else 1.0
+    )
     row["failure_details"] = {r.failure: _why(r) for r in reversed(records) if r.failure}
     targets = slo.parse(load.slo) if load.slo else []
     row["goodput"] = slo.goodput(stats.by_request(records), targets, duration=figures["duration"]) if targets else None
     row["slo_broken"] = slo.broken(figures, targets) if targets else None
-    return row, [_flat(r, variant, level) for r in records]
+    return row, [keep.flat(r, variant=variant, concurrency=level.concurrency, rate=level.rate) for r in records]
+
+
+def _cache_notes(row: Mapping[str, Any], *, shared: float) -> list[str]:
+    """Random prompts should share no more than the chat template, `shared` of their tokens, with earlier ones."""
+    total = row["total_input_tokens"] or 0
+    rate = (row["server"] or {}).get("prefix_cache_hit_rate")
+    if rate is None and row["cached_input_tokens"] is not None and total:
+        rate = row["cached_input_tokens"] / total
+    if rate is None or rate <= shared + 0.1:
+        return []
+    return [f"{rate:.0%} of the prompt tokens came from the server's prefix cache: prompts that are new take longer"]
 
 
 def _prompts(config: Config, source: Lexicon, count: int, seed: Sequence[int]) -> list[Prompt]:
@@ -159,31 +171,6 @@ def _plans(
     ]
 
 
-def key_numbers(row: Mapping[str, Any]) -> dict[str, Any]:
-    """The figures of a level that its artifact's manifest holds."""
-    return {key: row[key] for key in KEY_NUMBERS}
-
-
-def write_requests(kept: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """One row per request as Parquet; times are seconds since the epoch, `arrivals` seconds after `sent`."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    number, text, count = pa.float64(), pa.string(), pa.int32()
-    times = ("scheduled", "sent", "first_byte", "first_token", "last_token", "end")
-    columns: dict[str, Any] = {
-        "variant": text,
-        "concurrency": count,
-        "rate": number,
-        "index": count,
-        **dict.fromkeys(times, number),
-    }
-    columns |= dict.fromkeys(("prompt_len", "output_len", "prompt_tokens", "completion_tokens", "cached_tokens"), count)
-    columns |= {"estimated": pa.bool_(), **dict.fromkeys(("finish_reason", "failure", "detail"), text)}
-    columns |= {"arrivals": pa.list_(number), "chars": pa.list_(count)}
-    pq.write_table(pa.Table.from_pylist([dict(k) for k in kept], schema=pa.schema(list(columns.items()))), path)
-
-
 def _requests(config: Config, server: Server, made: Sequence[Prompt]) -> list[Request]:
     thinking = config.model.enable_thinking
     own = config.load.endpoint is None and config.load.api == "chat" and thinking is not None
@@ -206,21 +193,6 @@ def _count_tokens_here(records: Sequence[stats.Record], source: Lexicon) -> None
 
 def _why(record: stats.Record) -> str:
     return f"{record.failure}: {record.detail}" if record.detail else str(record.failure)
-
-
-def _flat(record: stats.Record, variant: Mapping[str, Any], level: Level) -> dict[str, Any]:
-    names = (
-        "index", "scheduled", "sent", "first_byte", "first_token", "last_token", "end", "prompt_len", "output_len",
-        "prompt_tokens", "completion_tokens", "cached_tokens", "estimated", "finish_reason", "failure", "detail",
-    )  # fmt: skip
-    return {
-        "variant": tables.variant_name(variant),
-        "concurrency": level.concurrency,
-        "rate": level.rate,
-        **{name: getattr(record, name) for name in names},
-        "arrivals": [t - record.sent for t in record.times],
-        "chars": record.chars.tolist(),
-    }
 
 
 def _watcher(bar: Progress, name: str) -> Callable[[list[Status]], None]:

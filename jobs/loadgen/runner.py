@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
+from jobs.errors import UserError
 from jobs.loadgen.client import Client, Request, Server
 from jobs.loadgen.connection import clock
 from jobs.loadgen.stats import Record
@@ -266,8 +267,17 @@ def drive(hands: Sequence[Hand], plans: Sequence[Plan], watch: Callable[[list[St
             for hand in hands:
                 hand.go(time.time() + START_DELAY_S)
             started = True
-        if any(f.done() and f.exception() for f in futures):
-            break
+        for future in futures:
+            if future.done() and future.exception() is not None:
+                raise _plain(future.exception())
         watch(states)
         time.sleep(0.2 if started else 0.02)
     return [f.result() for f in futures]
+
+
+def _plain(error: BaseException | None) -> BaseException:
+    """A client process that ended under the load test is no bug of ours: say so in one line."""
+    name = type(error).__name__
+    if name in ("ActorDiedError", "ActorUnavailableError", "RayActorError", "OutOfMemoryError"):
+        return UserError(f"a load client ended before its level did ({name}): is its machine out of memory?")
+    return error or RuntimeError("a load client failed without saying why")
