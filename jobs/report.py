@@ -1,18 +1,21 @@
 """Turn a run's artifacts into report.md, a self-contained report.html and results.json.
 
     python -m jobs.report --config FILE
+    python -m jobs.report --compare OLD NEW     what changed between two runs' load tests, beyond their intervals
 
 Reads whatever stages have finished, and says what is missing. results.json holds the same numbers: `verdict`,
 `tuned` (held-out losses and the training run), `sweep`, `merge_check`, `load` (one entry per variant and level, in
 ms and tokens/s), `lineage`, `stages`, `numbers` and `versions`.
 """
 
+import argparse
 import json
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jobs import artifacts, cli, report_curves, report_html, report_page
+from jobs import artifacts, cli, report_compare, report_curves, report_html, report_page
 from jobs.artifacts import Artifact
 from jobs.config import Config
 from jobs.errors import UserError
@@ -189,5 +192,15 @@ def _short(sha: object) -> str:
     return str(sha)[:12] if sha else "n/a"
 
 
+def main() -> None:
+    """The command line: the report of a run, or with --compare what changed between two."""
+    if "--compare" not in sys.argv[1:]:
+        cli.main(STAGE, run, __doc__)
+    parser = argparse.ArgumentParser(prog="python -m jobs.report", description=report_compare.__doc__)
+    parser.add_argument("--compare", nargs=2, type=Path, metavar=("OLD", "NEW"), help="two run directories")
+    asked = parser.parse_args()
+    cli.guard(lambda: print(report_compare.compare(*asked.compare)))
+
+
 if __name__ == "__main__":
-    cli.main(STAGE, run, __doc__)
+    main()

@@ -2,6 +2,8 @@
 
 import json
 import re
+import shutil
+import subprocess
 from array import array
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jobs import artifacts, config, report
+from jobs import artifacts, config, report, report_compare
 from jobs.config import Config
 from jobs.errors import UserError
 from jobs.loadgen import intervals, keep, stats
@@ -200,3 +202,64 @@ def test_a_second_run_changes_nothing(full: Path, tmp_path: Path) -> None:
     before = artifacts.read(full).sha256
     again = report.run(a_config(tmp_path, "sweep.ranks=[4,8,16]", "load.sweep=serve.max_num_seqs:4,16"))
     assert again.sha256 == before
+
+
+# --- two runs
+
+
+def test_what_changed_between_two_runs_is_marked_beyond_its_interval(tmp_path: Path) -> None:
+    old, new = a_config(tmp_path), a_config(tmp_path, "run.name=s")
+    a_run(old, "loadtest")
+    a_run(new, "loadtest")
+    file = tmp_path / "s/loadtest/results.json"
+    rows = json.loads(file.read_text())
+    for row in rows:
+        row["output_throughput"] *= 2
+        row["intervals"]["output_throughput"] = [2 * v for v in row["intervals"]["output_throughput"]]
+        row["median_ttft_ms"] *= 1.001
+    text = json.dumps(rows)
+    file.write_text(text)
+    manifest = json.loads((tmp_path / "s/loadtest/manifest.json").read_text())
+    manifest["files"]["results.json"]["size"] = len(text)
+    (tmp_path / "s/loadtest/manifest.json").write_text(json.dumps(manifest))
+    lines = report_compare.compare(tmp_path / "r", tmp_path / "s").splitlines()
+    speed = [line for line in lines if "out tok/s" in line]
+    assert len(speed) == 6
+    assert all("+100.0 %" in line and line.endswith("BETTER") for line in speed)
+    assert all("within the intervals" in line for line in lines if "TTFT median" in line)
+    back = report_compare.compare(tmp_path / "s", tmp_path / "r").splitlines()
+    assert all(line.endswith("WORSE") for line in back if "out tok/s" in line)
+
+
+def test_a_run_without_a_load_test_cannot_be_compared(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="missing or unfinished"):
+        report_compare.compare(tmp_path, tmp_path)
+
+
+# --- in a browser
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_without_a_network_or_an_error(full: Path, tmp_path: Path) -> None:
+    browser = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chromium-browser")
+    if browser is None:
+        pytest.skip("no Chromium here: apt-get install chromium")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--hide-scrollbars"]
+    flags += [f"--user-data-dir={tmp_path / 'profile'}", "--enable-logging=stderr", "--virtual-time-budget=2000"]
+    page = f"file://{full / 'report.html'}"
+    seen = subprocess.run([browser, *flags, "--dump-dom", page], capture_output=True, text=True, timeout=90)
+    assert "better than its base" in seen.stdout
+    assert seen.stdout.count("<svg") == 9
+    assert "CONSOLE" not in seen.stderr
+    shot = tmp_path / "page.png"
+    for size in ("1200,1000", "420,900"):
+        subprocess.run(
+            [browser, *flags, f"--screenshot={shot}", f"--window-size={size}", page], capture_output=True, timeout=90
+        )
+        from PIL import Image
+
+        grey = np.asarray(Image.open(shot).convert("L"))
+        assert grey.shape == tuple(int(n) for n in reversed(size.split(",")))
+        ink = (grey < 128).mean()
+        assert 0.005 < ink < 0.3  # neither blank nor black
+        assert (grey[:, -4:] > 200).all()  # nothing runs out of the page
