@@ -182,7 +182,9 @@ class _Rows:
 
     def bad(self, row: int, problem: Problem) -> BadRow:
         part, place = self.find(row)
-        return BadRow((self.parts[part].index, self.parts[part].place[place]), self.text(row, "source"), [problem])
+        return BadRow(
+            (self.parts[part].index, int(self.parts[part].arrays["places"][place])), self.text(row, "source"), [problem]
+        )
 
 
 def _names(decision: Decision, parts: Sequence[Part], first: int) -> list[str]:

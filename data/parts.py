@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 BATCH = 1024
 DTYPES = {
+    "places": "int32",
     "ids": "uint64",
     "questions": "uint64",
     "keys": "uint64",
@@ -43,13 +44,12 @@ class BadRow(NamedTuple):
 
 @dataclass
 class Part:
-    """What is known about a span. `arrays`: see DTYPES, one entry per good row, `digests` [rows, 32], and `keys` with
-    each row's keys one after another. `place`: each good row's place among the rows of the span.
-    `long`: (prompt, whole) tokens of over-long rows. `names`: text of keys that many rows of the span share."""
+    """What is known about a span. `arrays`: see DTYPES, one entry per good row; `places` are the rows' places in the
+    span, `digests` [rows, 32], and `keys` holds each row's keys one after another. `long`: (prompt, whole) tokens of
+    over-long rows. `names`: text of keys that many rows of the span share."""
 
     index: int
     rows: int = 0
-    place: list[int] = field(default_factory=list[int])
     arrays: dict[str, Any] = field(default_factory=dict[str, Any])
     long: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     bad: list[BadRow] = field(default_factory=list[BadRow])
@@ -100,6 +100,7 @@ def prepare(
                 good.append((position, raw.source, *checked))
         encoded = renderer.encode([text for *_, text in good])
         kept: list[tuple[str, Row, list[int], list[int]]] = []
+        places: list[int] = []
         for (place, source, row, _), tokens in zip(good, encoded, strict=True):
             if tokens is None:
                 why = "the tokenizer joins the end of the prompt with the start of the answer"
@@ -112,13 +113,14 @@ def prepare(
                 refuse(place, source, [Problem("", "too_long", what)])
                 continue
             kept.append((source, row, *tokens))
-            part.place.append(place)
+            places.append(place)
         if kept:
             table = _table(kept, renderer.end_id)
             write(table)
             _note(columns, kept, table)
+            columns["places"].append(np.array(places, dtype=np.int32))
+            part.rows += len(kept)
             shared.update(key for _, row, *_ in kept for key in row.keys)
-    part.rows = len(part.place)
     part.arrays = {
         name: np.concatenate(blocks) if blocks else np.zeros((0, 32) if name == "digests" else 0, DTYPES[name])
         for name, blocks in columns.items()

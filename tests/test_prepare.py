@@ -52,7 +52,7 @@ def lines_in(error: UserError) -> set[int]:
     return {
         int(line.split(":")[1].split()[-1])
         for line in str(error).splitlines()
-        if line.startswith("  ") and "…" not in line
+        if line.startswith("  ") and not line.startswith("  …")
     }
 
 
