@@ -4,8 +4,8 @@
     python -m jobs.report --compare OLD NEW     what changed between two runs' load tests, beyond their intervals
 
 Reads whatever stages have finished, and says what is missing. results.json holds the same numbers: `verdict`,
-`tuned` (held-out losses and the training run), `sweep`, `merge_check`, `load` (one entry per variant and level, in
-ms and tokens/s), `lineage`, `stages`, `numbers` and `versions`.
+`compared` (base, adapter and merged on held-out rows), `tuned` (the training run), `sweep`, `merge_check`, `load`
+(one entry per variant and level, in ms and tokens/s), `lineage`, `stages`, `numbers` and `versions`.
 """
 
 import argparse
@@ -71,6 +71,7 @@ def facts(found: Mapping[str, Artifact], *, tuned_by: str = "train") -> dict[str
     return {
         "tuned": _tuned(found, tuned_by),
         "sweep": None if sweep is None else {k: sweep.numbers.get(k) for k in ("trials", "winner")},
+        "compared": numbers_of.get("compare"),
         "merge_check": _merge_check(numbers_of.get("compare", {})),
         "answers": _lines(found["compare"].path / "answers.jsonl") if "compare" in found else [],
         "load": [] if load is None else json.loads((load.path / "results.json").read_text(encoding="utf-8")),
@@ -113,12 +114,11 @@ def _merge_check(compared: Mapping[str, Any]) -> dict[str, str] | None:
     if not compared:
         return None
     same, total = compared.get("identical_answers"), compared.get("prompts")
-    if same is not None and total:
-        return {"value": f"{same} of {total}", "note": "answers identical, adapter mounted against merged"}
-    differs = compared.get("max_abs_logit_difference")
-    if differs is not None:
-        return {"value": f"{differs:.3g}", "note": "largest logit difference, adapter against merged"}
-    return None
+    differs, allowed = compared.get("max_abs_logit_difference"), compared.get("tolerance_max")
+    note = "answers identical"
+    if differs is not None and allowed is not None:
+        note += f"; logits differ by {differs:.3g} at most, {allowed:.3g} allowed"
+    return {"value": f"{same} of {total}", "note": note} if same is not None and total else None
 
 
 def _lineage(found: Mapping[str, Artifact], tuned_by: str) -> list[list[str]]:

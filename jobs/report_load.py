@@ -41,7 +41,8 @@ def load_blocks(facts: Mapping[str, Any]) -> list[Block]:
     blocks: list[Block] = [Heading("Load test"), Text(f"Random prompts, {kind}; each level starts after a warm-up.")]
     groups = {name: [r for r in rows if tables.variant_name(r["variant"]) == name] for name in _names(rows)}
     levels = sorted({float(r.get("rate") or r["concurrency"]) for r in rows})
-    load = Axis("requests at a time", log=True, ticks=levels)
+    unit = "requests/s" if any(r.get("rate") for r in rows) else "requests at a time"
+    load = Axis(unit, log=True, ticks=levels)
     lines: list[Series] = []
     for place, (name, of) in enumerate(groups.items()):
         at = [float(r.get("rate") or r["concurrency"]) for r in of]

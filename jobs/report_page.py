@@ -31,26 +31,36 @@ def page(facts: Facts) -> list[Block]:
 
 
 def verdict(facts: Facts) -> str:
-    """Is the tuned model better on held-out rows? One sentence."""
+    """Is the tuned model better on held-out rows? One sentence: by the paired interval where stages measured one."""
+    losses = (facts["compared"] or {}).get("loss") or {}
+    merged, base = losses.get("merged"), losses.get("base")
+    if merged and base and merged.get("minus_base_95"):
+        low, high = merged["minus_base_95"]
+        word = "better than" if high < 0 else ("worse than" if low > 0 else "not proven better or worse than")
+        return (
+            f"The tuned model is {word} its base on {facts['compared']['loss_rows']} held-out rows: loss "
+            f"{merged['loss']:.3f} against {base['loss']:.3f}, {merged['minus_base']:+.3f} "
+            f"[{low:+.3f}, {high:+.3f}] (paired, 95 %)."
+        )
     tuned = facts["tuned"]
     if tuned is None or tuned.get("eval_loss") is None or tuned.get("eval_loss_base") is None:
         return "This run measured no held-out loss, so it does not say whether the tuned model is better than its base."
-    base, loss = tuned["eval_loss_base"], tuned["eval_loss"]
-    word = "better than" if loss < base else ("worse than" if loss > base else "no different from")
-    rows = f", {tuned['eval_rows']} rows" if tuned.get("eval_rows") else ""
+    before, loss = tuned["eval_loss_base"], tuned["eval_loss"]
+    word = "better than" if loss < before else ("worse than" if loss > before else "no different from")
     return (
-        f"The tuned model is {word} its base on held-out rows: loss {loss:.3f} against {base:.3f}{rows} "
-        f"(perplexity {math.exp(loss):.2f} against {math.exp(base):.2f})."
+        f"The tuned model is {word} its base on held-out rows: loss {loss:.3f} against {before:.3f} "
+        f"(perplexity {math.exp(loss):.2f} against {math.exp(before):.2f})."
     )
 
 
 def _answer(facts: Facts) -> list[Block]:
     blocks: list[Block] = [Text(verdict(facts), "answer")]
-    tuned, rows = facts["tuned"], facts["load"]
+    rows = facts["load"]
     tiles: list[tuple[str, str, str]] = []
-    if tuned is not None and tuned.get("eval_loss") is not None and tuned.get("eval_loss_base"):
-        change = (tuned["eval_loss"] / tuned["eval_loss_base"] - 1) * 100
-        tiles.append(("Held-out loss", f"{tuned['eval_loss']:.3f}", f"{change:+.0f} % against the base model"))
+    before, after = _losses(facts)
+    if before and after is not None:
+        change = (after / before - 1) * 100
+        tiles.append(("Held-out loss", f"{after:.3f}", f"{change:+.0f} % against the base model's {before:.3f}"))
     check = facts["merge_check"]
     if check:
         tiles.append(("Adapter against merged", check["value"], check["note"]))
@@ -61,6 +71,12 @@ def _answer(facts: Facts) -> list[Block]:
         tiles.append(("Output tokens/s", number(best["output_throughput"]), f"at most; {where}"))
         where = f"{tables.variant_name(calm['variant'])}, load {tables.load_name(calm)}"
         tiles.append(("First token", f"{number(calm['median_ttft_ms'], 0)} ms", f"median at best; {where}"))
+        held = [r for r in rows if r.get("slo_broken") == []]
+        if any(r.get("slo_broken") is not None for r in rows):
+            most = max(held, key=lambda r: r.get("rate") or r["concurrency"], default=None)
+            unit = "requests/s" if rows[0].get("rate") else "users at a time"
+            value = "none" if most is None else tables.load_name(most).removesuffix("/s")
+            tiles.append(("Load within the targets", value, f"{unit}; {facts['load_config'].get('slo')}"))
         failed, total = sum(r["failed"] for r in rows), sum(r["failed"] + r["completed"] for r in rows)
         tiles.append(("Failed requests", f"{failed:,}", f"of {total:,}"))
     if tiles:
@@ -73,6 +89,15 @@ def _answer(facts: Facts) -> list[Block]:
     else:
         blocks.append(Text("The load test has not run, so nothing is known about speed.", "warning"))
     return blocks
+
+
+def _losses(facts: Facts) -> tuple[float | None, float | None]:
+    """Held-out loss of the base and of the tuned model: the comparison's, else the training run's."""
+    losses = (facts["compared"] or {}).get("loss") or {}
+    if "base" in losses and "merged" in losses:
+        return losses["base"]["loss"], losses["merged"]["loss"]
+    tuned = facts["tuned"] or {}
+    return tuned.get("eval_loss_base"), tuned.get("eval_loss")
 
 
 def _training(facts: Facts) -> list[Block]:
@@ -151,7 +176,7 @@ def _answers(facts: Facts) -> list[Block]:
     compared = facts["answers"]
     if not compared:
         return []
-    blocks: list[Block] = [Heading("The same prompts, side by side")]
+    blocks: list[Block] = [Heading("Base, adapter and merged model"), *_comparison(facts["compared"] or {})]
     for row in compared:
         asked = [m for m in row["messages"] if m.get("role") == "user"]
         found = [(str(name), str(text)) for name, text in row["answers"].items()]
@@ -159,6 +184,27 @@ def _answers(facts: Facts) -> list[Block]:
             found.append(("reference", str(row["reference"])))
         prompt = str(asked[-1]["content"]) if asked else str(row.get("id", ""))
         blocks.append(Answers(prompt, found))
+    return blocks
+
+
+def _comparison(numbers: Mapping[str, Any]) -> list[Block]:
+    rows: list[list[str]] = []
+    for name, found in (numbers.get("loss") or {}).items():
+        low, high = found["loss_95"]
+        against = ""
+        if found.get("minus_base_95"):
+            a, b = found["minus_base_95"]
+            against = f"{found['minus_base']:+.4f} ({a:+.4f} to {b:+.4f})"
+        rows.append([name, f"{found['loss']:.4f} ({low:.4f}-{high:.4f})", f"{found['perplexity']:.3f}", against])
+    head = ["Model", "Held-out loss (95 %)", "Perplexity", "Against the base, paired (95 %)"]
+    blocks: list[Block] = [Table(head, rows, "Held-out answers, all three at one precision")] if rows else []
+    if numbers.get("max_abs_logit_difference") is not None:
+        blocks.append(
+            Text(
+                f"Logits of the mounted adapter and of the merged model differ by at most "
+                f"{numbers['max_abs_logit_difference']:.3g}; {numbers.get('tolerance_max', math.nan):.3g} is allowed."
+            )
+        )
     return blocks
 
 

@@ -50,7 +50,7 @@ def level(
     return row, kept
 
 
-def a_run(c: Config, *stages: str) -> None:
+def a_run(c: Config, *stages: str, losses: dict[str, Any] | None = None) -> None:
     """Write small complete artifacts of these stages, in the shapes that the stages hand on."""
     sha: dict[str, str] = {}
 
@@ -88,7 +88,9 @@ def a_run(c: Config, *stages: str) -> None:
     row["messages"] = [{"role": "user", "content": "Why is the sky blue?"}]
     tuned = "Air scatters blue light most."
     row["answers"] = {"base": NASTY, "adapter": tuned, "merged": tuned}
-    make("compare", {"prompts": 3}, {"answers.jsonl": json.dumps(row) + "\n"}, "compare", merge=sha.get("merge", "0"))
+    compared = {"prompts": 3, "identical_answers": 2, "max_abs_logit_difference": 0.25, "tolerance_max": 0.5}
+    compared |= {"loss_rows": 9, "loss": losses} if losses else {}
+    make("compare", compared, {"answers.jsonl": json.dumps(row) + "\n"}, "compare", merge=sha.get("merge", "0"))
     made = [level(n, 0.02, s, failed=1 if (n, s) == (16, 4) else 0) for s in (4, 16) for n in (1, 4, 16)]
     if "loadtest" not in stages:
         return
@@ -133,6 +135,22 @@ def test_the_answer_comes_first_with_its_numbers(full: Path) -> None:
     assert "1.420 against 2.310" in first
     assert "4.14 against 10.07" in first  # e^1.42 and e^2.31
     assert text.index("better than its base") < text.index("## Load test") < text.index("## Training")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "says"),
+    [(-0.9, -0.7, "is better than"), (-0.1, 0.1, "not proven better or worse than"), (0.1, 0.3, "is worse than")],
+)
+def test_the_verdict_follows_the_paired_interval(tmp_path: Path, low: float, high: float, says: str) -> None:
+    c = a_config(tmp_path)
+    loss = {"loss": 2.31, "loss_95": [2.2, 2.4], "perplexity": 10.074}
+    merged = {**loss, "loss": 2.31 + (low + high) / 2, "minus_base": (low + high) / 2, "minus_base_95": [low, high]}
+    a_run(c, "train", "compare", losses={"base": loss, "merged": merged})
+    page = (report.run(c).path / "report.md").read_text()
+    assert says in page
+    assert "on 9 held-out rows" in page
+    assert f"{low:+.4f} to {high:+.4f}" in page
+    assert "2 of 3" in page
 
 
 def test_the_html_opens_offline_and_holds_its_plots(full: Path) -> None:
