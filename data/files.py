@@ -146,7 +146,13 @@ def plan(uri: str, name: str, *, index: int, span_bytes: int) -> tuple[Source, l
     except FileNotFoundError:
         raise UserError(f"{name}: no such file") from None
     except (OSError, pa.ArrowInvalid) as error:
-        raise UserError(f"{uri}: cannot be read: {error}") from None
+        raise unreadable(name, error) from None
+
+
+def unreadable(name: str, error: Exception) -> UserError:
+    """The error for a file that cannot be read as a whole."""
+    cut = ": it is cut off, copy it again" if "runcated" in str(error) else ""
+    return UserError(f"{name}: cannot be read: {error}{cut}")
 
 
 def _kind(head: bytes, name: str) -> tuple[str, str | None]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from data.files import BOM, LONGEST_LINE, Span, decompressed, filesystem
+from data.files import BOM, LONGEST_LINE, Span, decompressed, filesystem, unreadable
 from data.schema import Problem
 from jobs.errors import UserError
 
@@ -38,8 +38,7 @@ def read(span: Span) -> Iterator[Raw]:
             with decompressed(stream, span.source) as text:
                 yield from _read_array(text, span) if span.source.kind == "array" else _read_lines(text, span)
     except (OSError, pa.ArrowInvalid) as error:
-        cut = ": it is cut off, copy it again" if "runcated" in str(error) else ""
-        raise UserError(f"{span.source.name}: cannot be read: {error}{cut}") from None
+        raise unreadable(span.source.name, error) from None
 
 
 def _read_lines(stream: Any, span: Span) -> Iterator[Raw]:
