@@ -17,13 +17,10 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from data import decision, files, formats, parts, reading, rendering, snapshot
-from data.prompts import ROLE_PROMPT
-from data.schema import Card, check_card
+from data import dataset, decision, files, formats, parts, rendering, snapshot
 from jobs import artifacts, cli
 from jobs.artifacts import Artifact, Draft
 from jobs.config import Config, resolve_storage
@@ -53,8 +50,8 @@ def run(config: Config) -> Artifact:
         raise UserError("data.split_by=group needs data.group_key: the key of a row whose rows stay together")
     assets = rendering.load_assets(models.fetch(config).path, enable_thinking=config.model.enable_thinking)
     found = files.find(dataset_path(data.path))
-    sources, spans = planned(found.rows)
-    card_sources, card_spans = planned(found.facts)
+    sources, spans = dataset.planned(found.rows, span_bytes=SPAN_BYTES)
+    card_sources, card_spans = dataset.planned(found.facts, span_bytes=SPAN_BYTES)
     sections = {
         "data": data.model_dump(mode="json", include=SHAPING),
         "model": {"enable_thinking": config.model.enable_thinking},
@@ -67,7 +64,7 @@ def run(config: Config) -> Artifact:
     if (artifact := artifacts.existing(config, "prepare", sections, inputs)) is not None:
         say("prepare", f"up to date: {artifact.path}")
         return artifact
-    rules = rules_for(config, spans, card_spans)
+    rules = dataset.rules_for(data, spans, card_spans)
     named = f"{data.path}: {len(sources)} file(s), {sum(s.size for s in sources) / 1e6:,.1f} MB"
     how = " (detected)" if data.format == "auto" else ""
     say("prepare", f"{named}, format {rules.format}{how}, split by {rules.together}")
@@ -99,66 +96,6 @@ def dataset_path(path: str) -> str:
         return path
     here = os.path.abspath(os.path.expanduser(path))
     return here if os.path.exists(here) or any(c in path for c in "*?[") else resolve_storage(path)
-
-
-def planned(named: Sequence[tuple[str, str]]) -> tuple[list[files.Source], list[files.Span]]:
-    """Hash every file and cut it into spans."""
-    sources: list[files.Source] = []
-    spans: list[files.Span] = []
-    for uri, name in named:
-        source, cut = files.plan(uri, name, index=len(spans), span_bytes=SPAN_BYTES)
-        sources.append(source)
-        spans += cut
-    return sources, spans
-
-
-def rules_for(config: Config, spans: Sequence[files.Span], card_spans: Sequence[files.Span]) -> formats.Rules:
-    """The row format, given or detected from the first rows of every file, and the fact cards.
-
-    Raises UserError when no format fits, or naming the bad cards.
-    """
-    data = config.data
-    name: str | None = data.format
-    if data.format == "auto":
-        heads = {span.source.uri: span for span in reversed(spans)}
-        first = [raw for span in heads.values() for raw in islice(reading.read(span), 20)]
-        if not first:
-            raise UserError(f"{data.path}: no rows: the file is empty")
-        name = formats.detect([raw.value for raw in first])
-        if name is None and all(raw.problem is None for raw in first):
-            keys = "; ".join(f"{key!r} ({form})" for form, key in formats.MAIN_KEY.items())
-            seen = formats.listed(first[0].value) if isinstance(first[0].value, dict) else formats.shown(first[0].value)
-            where = f"{data.path}: {first[0].source}"
-            raise UserError(f"{where}: no known format: a row needs one of {keys}; found {seen}")
-        name = name or "openai"  # nothing could be read: the rows themselves are reported
-    cards = read_cards(card_spans) if name == "rankline" else {}
-    if name == "rankline" and not cards:
-        raise UserError(f"{data.path}: no fact cards: put facts.jsonl beside the examples")
-    return formats.Rules(
-        format=cast(str, name),
-        split_by=data.split_by,
-        group_key=data.group_key,
-        role_prompt=ROLE_PROMPT if data.role_prompt is None else data.role_prompt,
-        facts=cards,
-    )
-
-
-def read_cards(spans: Sequence[files.Span]) -> dict[str, Card]:
-    """The fact cards by id. Raises UserError listing every bad card: rows cannot be judged without them."""
-    cards: dict[str, Card] = {}
-    seen: dict[str, str] = {}
-    bad: list[str] = []
-    for raw in (raw for span in spans for raw in reading.read(span)):
-        problems = [raw.problem] if raw.problem else check_card(raw.value)
-        if not problems and raw.value["id"] in seen:
-            bad.append(f"  {raw.source}: id: {raw.value['id']!r} is also the id of {seen[raw.value['id']]}")
-        elif not problems:
-            cards[raw.value["id"]] = raw.value
-            seen[raw.value["id"]] = raw.source
-        bad += [f"  {raw.source}: {problem}" for problem in problems]
-    if bad:
-        raise UserError("the fact cards are bad; put them right first\n" + "\n".join(bad))
-    return cards
 
 
 @contextlib.contextmanager
