@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 import statistics
 import subprocess
@@ -17,6 +18,7 @@ from jobs import config, loadtest
 from jobs.config import Config
 from jobs.errors import UserError
 from jobs.loadgen import tables
+from tests.conftest import Server
 
 ROOT = Path(__file__).parent.parent
 Start = Callable[[str], str]
@@ -209,6 +211,79 @@ def test_failures_are_counted_and_printed_by_kind(tmp_path: Path, play: Start, c
     assert row["failures"] == {"http 429": 2, "cut off": 2}
     printed = (tmp_path / "demo/loadtest/tables.txt").read_text()
     assert "4 of 8 requests failed (2 http 429, 2 cut off): times are of the rest" in printed
+
+
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM])
+def test_stopping_leaves_nothing_that_looks_complete(tmp_path: Path, play: Start, stop: signal.Signals) -> None:
+    (tmp_path / "slow.json").write_text(json.dumps({"plans": [{"steps": [[60_000, "[DONE]"]]}]}))
+    url = play(str(tmp_path / "slow"))
+    command = [sys.executable, "-m", "jobs.loadtest", f"load.endpoint={url}", f"run.root={tmp_path}", "load.levels=[2]"]
+    command += ["load.num_prompts=4", "load.num_warmups=0", f"model.source={tmp_path / 'none'}"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    while "load 2" not in process.stdout.readline():  # the progress line: the level is under way
+        assert process.poll() is None
+    process.send_signal(stop)
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 130, errors
+    assert errors.strip() == "stopped"
+    assert not list(tmp_path.rglob("*.partial*"))
+    assert not list(tmp_path.rglob("manifest.json"))
+
+
+def test_open_loop_and_targets_from_the_command_line(tmp_path: Path, play: Start) -> None:
+    url = play("c21_reasoning")
+    few = (
+        "load.rates=[20]",
+        "load.arrivals=constant",
+        "load.num_prompts=20",
+        "load.input_len=64",
+        "load.output_len=17",
+    )
+    row = measure(url, tmp_path, *few, "load.slo=ttft_median<20ms,tpot_p99<500ms")
+    assert row["rate"] == 20
+    assert row["concurrency"] is None
+    assert row["duration"] == pytest.approx(19 / 20 + 0.195, abs=0.2)  # the last is due at 0.95 s
+    assert row["max_concurrent_requests"] >= 3  # each takes 195 ms, one comes every 50
+    assert row["slo_broken"][0].startswith("ttft median is ")
+    assert row["goodput"] == 0
+    printed = (tmp_path / "demo/loadtest/tables.txt").read_text()
+    assert "20/s" in printed
+    assert "missed: ttft median" in printed
+
+
+# --- the real server
+
+
+def test_the_real_server_counts_what_was_asked(server: Server, base_model: Path, tmp_path: Path) -> None:
+    few = ("load.levels=[3]", "load.num_prompts=9", "load.input_len=64", "load.output_len=8", "load.num_warmups=1")
+    row = measure(server.url, tmp_path, *few, f"load.tokenizer={base_model}")
+    assert row["completed"] == 9
+    assert row["failures"] == {}
+    assert row["total_input_tokens"] == 9 * 64
+    assert row["total_output_tokens"] == 9 * 8
+    assert (row["stopped_early"], row["input_len_differs"]) == (0, 0)
+    assert row["max_concurrent_requests"] == 3
+    assert 0 < row["median_ttft_ms"] < row["median_e2el_ms"]
+    assert row["server"]["running_max"] <= 3
+    assert 0 <= row["server"]["prefix_cache_hit_rate"] < 1
+
+
+def test_real_conversations_against_the_real_server(server: Server, base_model: Path, tmp_path: Path) -> None:
+    turns = [
+        {"role": "user", "content": "Why is the sky blue?"},
+        {"role": "assistant", "content": "Air scatters light."},
+    ]
+    chat = {"messages": [*turns, {"role": "user", "content": "And at sunset?"}]}
+    (tmp_path / "chats.jsonl").write_text(json.dumps(chat) + "\n")
+    asked = (f"load.prompts={tmp_path / 'chats.jsonl'}", "load.levels=[1]", "load.num_prompts=2", "load.output_len=4")
+    row = measure(server.url, tmp_path, *asked, f"load.tokenizer={base_model}")
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base_model)
+    ids = tokenizer.apply_chat_template(chat["messages"], add_generation_prompt=True, return_dict=False)
+    assert row["total_input_tokens"] == 2 * len(ids)
+    assert row["input_len_differs"] == 0
 
 
 # --- the tables
