@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jobs import plots, report_curves
-from jobs.loadgen import tables
+from jobs.loadgen import limits, tables
 from jobs.loadgen.tables import number
 from jobs.plots import Axis, Series
 from jobs.report_blocks import Block, Figure, Heading, Table, Text
@@ -59,13 +59,15 @@ def load_blocks(facts: Mapping[str, Any]) -> list[Block]:
     blocks.append(Figure("ttft", svg, "Time to first token (TTFT): thick median, thin P99"))
     trade: list[Series] = []
     for place, (name, of) in enumerate(groups.items()):
-        notes = [tables.load_name(r) for r in of]
+        bend = limits.knee(of)
+        notes = [tables.load_name(r) + (" (knee)" if i == bend else "") for i, r in enumerate(of)]
         speed, pace = [r["output_throughput"] or 0 for r in of], [r["median_tpot_ms"] or 0 for r in of]
         trade.append(Series(name, speed, pace, notes=notes, style=place))
     svg = plots.line_chart(
         trade, x=Axis("output tokens/s"), y=Axis("median TPOT, ms"), title="Time per output token against throughput"
     )
     blocks.append(Figure("tpot", svg, "Time per output token (TPOT) against throughput; the numbers are loads"))
+    blocks += [Text(limits.sentence(of)) for of in groups.values() if len(of) > 1]
     blocks += report_curves.figures(facts["curves"])
     for name, of in groups.items():
         blocks += [Text(f"{name}, {where}: {note}", "warning") for where, note in tables.all_notes(of)]

@@ -9,7 +9,7 @@ import pytest
 
 from jobs import config
 from jobs.errors import UserError
-from jobs.loadgen import arrivals, intervals, prompts, slo, stats
+from jobs.loadgen import arrivals, intervals, limits, prompts, slo, stats
 from jobs.loadgen.stats import Record
 
 # --- arrivals
@@ -172,3 +172,22 @@ def test_a_bad_conversation_is_named_by_its_line(tmp_path: Path) -> None:
         prompts.chat_file(file)
     with pytest.raises(UserError, match="random, heldout or a JSONL file"):
         prompts.chat_file(tmp_path / "none.jsonl")
+
+
+# --- where it saturates
+
+
+def test_the_knee_is_where_more_load_stops_paying() -> None:
+    def row(load: int, tokens: float, **more: object) -> dict[str, object]:
+        base = {"variant": {"max_num_seqs": 4}, "concurrency": load, "output_throughput": tokens}
+        return {**base, "median_tpot_ms": load * 10.0, "client_saturated": False, **more}
+
+    rows = [row(1, 50.0), row(4, 160.0), row(16, 170.0, server={"running_max": 4.0, "queue_depth_mean": 11.0})]
+    assert limits.knee(rows) == 1
+    assert "beyond load 4" in limits.sentence(rows)
+    assert "requests wait while 4 run" in limits.sentence(rows)
+    full = {**rows[2], "server": {"running_max": 4.0, "queue_depth_mean": 11.0, "kv_cache_max": 0.99}}
+    assert "the KV cache is full" in limits.sentence([*rows[:2], full])
+    assert "computation is the limit" in limits.sentence([*rows[:2], {**rows[2], "server": None}])
+    assert "load client" in limits.sentence([*rows[:2], {**rows[2], "client_saturated": True}])
+    assert "not saturated up to load 4" in limits.sentence(rows[:2])
