@@ -7,6 +7,7 @@
 Writes results.json (one entry per variant and level), requests.parquet (one row per request) and tables.txt.
 """
 
+import http.client
 import json
 import os
 import urllib.error
@@ -122,7 +123,10 @@ def _serving(config: Config, variant: Mapping[str, Any]) -> tuple[Server, Lexico
     name = load.model or (serve.served_model_name if load.endpoint is None or len(listed) != 1 else next(iter(listed)))
     if listed and name not in listed:
         raise UserError(f"{url} does not serve a model {name!r}; it serves {', '.join(listed)}: set load.model")
-    longest = listed.get(name)
+    found = listed.get(name, {})
+    longest, root = found.get("max_model_len"), found.get("root")
+    if model_dir and root and os.path.isdir(root) and os.path.realpath(root) != os.path.realpath(model_dir):
+        raise UserError(f"{url} serves {root}, not this run's {model_dir}{_hint(config)}")
     if longest is not None and load.input_len + load.output_len > longest:
         raise UserError(
             f"load.input_len {load.input_len} + load.output_len {load.output_len} is over the {longest} tokens "
@@ -136,8 +140,8 @@ def _hint(config: Config) -> str:
     return "" if config.load.endpoint else ": start it with `python -m jobs.serve --config …`"
 
 
-def models_of(url: str, *, api_key: str | None = None, hint: str = "") -> dict[str, int | None]:
-    """Model names that the server lists, each with its longest sequence if given; {} if it has no such list.
+def models_of(url: str, *, api_key: str | None = None, hint: str = "") -> dict[str, dict[str, Any]]:
+    """Model names that the server lists, each with all it says of it; {} if it has no such list.
 
     Goes to the server directly, whatever HTTP_PROXY says. UserError where nothing answers, or the key is wrong.
     """
@@ -147,14 +151,14 @@ def models_of(url: str, *, api_key: str | None = None, hint: str = "") -> dict[s
     try:
         with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(asked, timeout=30) as answer:
             found = json.load(answer)["data"]
-        return {m["id"]: m.get("max_model_len") for m in found}
+        return {m["id"]: m for m in found}
     except urllib.error.HTTPError as error:
         if error.code in (401, 403):
             raise UserError(f"{url}: wants an API key ({error.code}): load.api_key_env names its variable") from None
         if error.code >= 500:
             raise UserError(f"{url}: not ready, /v1/models answers {error.code}{hint}") from None
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         reason = getattr(error, "reason", None) or error
         raise UserError(f"{url}: no OpenAI-compatible server answers there ({reason}){hint}") from None
 

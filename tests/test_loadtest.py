@@ -334,3 +334,37 @@ def test_two_clients_as_ray_actors_share_a_level(play: Start, tmp_path: Path, mo
     assert row["completed"] == 8
     assert row["total_output_tokens"] == 4 * 9 + 4 * 16
     assert row["max_concurrent_requests"] == 4
+
+
+def test_a_server_of_another_model_than_the_runs_is_refused(tmp_path: Path) -> None:
+    """Otherwise the report would call the numbers those of the merged model."""
+    import http.server
+    import threading
+
+    from jobs import artifacts
+
+    other = tmp_path / "other"
+    other.mkdir()
+    listed = {"data": [{"id": "science", "root": str(other), "max_model_len": 2048}]}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(listed).encode())
+
+        def log_message(self, *_: object) -> None: ...
+
+    listening = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    port = f"serve.port={listening.server_port}"
+    c = config.load(None, [f"run.root={tmp_path}", port, "serve.served_model_name=science"])
+    with artifacts.create(c, "merge", {}, {}) as draft:
+        (draft.path / "model").mkdir()
+        (draft.path / "model/config.json").write_text("{}")
+    with pytest.raises(UserError, match="not this run's"):
+        loadtest.run(c)
+    listed["data"][0] |= {"root": str(tmp_path / "demo/merge/model"), "max_model_len": 600}
+    with pytest.raises(UserError, match="over the 600 tokens"):
+        loadtest.run(c)
+    listening.shutdown()

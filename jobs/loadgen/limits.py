@@ -11,7 +11,7 @@ FULL = 0.95
 
 
 def knee(rows: Sequence[Mapping[str, Any]]) -> int | None:
-    """Index of the level after which tokens/s hardly rise, in one variant's levels of rising load; None: not reached."""
+    """Index of the level after which tokens/s hardly rise, of one variant's levels in rising order; None: none."""
     for i in range(len(rows) - 1):
         here, there = rows[i], rows[i + 1]
         if not here["output_throughput"] or there["output_throughput"] is None:

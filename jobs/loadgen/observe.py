@@ -5,10 +5,10 @@ server has none. Behind a load balancer each reading comes from one arbitrary re
 them apart, so counters of two replicas are never subtracted from each other.
 """
 
+import http.client
 import re
 import threading
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -91,7 +91,7 @@ class Observer:
         try:
             with self._open(urllib.request.Request(self._url, headers=self._headers), timeout=3) as answer:
                 reading = parse(answer.read(8_000_000).decode("utf-8", "replace"), at=time.time())
-        except (OSError, ValueError):
+        except (OSError, http.client.HTTPException, ValueError):
             return False
         if reading is not None:
             self.readings.append(reading)
