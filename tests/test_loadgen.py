@@ -327,6 +327,24 @@ def test_random_prompts_have_the_exact_length_that_a_server_counts(lexicon: prom
         assert len({str(p.content) for p in made}) == 16
 
 
+def test_exact_lengths_with_qwen3s_tokenizer_and_no_thinking(qwen3: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(qwen3)
+    source = prompts.lexicon(str(qwen3), enable_thinking=False)
+    for prompt in prompts.random_prompts(source, count=8, input_len=512, output_len=4, seed=[1]):
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt.content}],
+            add_generation_prompt=True,
+            enable_thinking=False,
+            return_dict=False,
+        )
+        assert len(ids) == 512
+    plain = prompts.lexicon(str(qwen3), chat=False)  # /v1/completions: no template, the tokenizer's own special tokens
+    for prompt in prompts.random_prompts(plain, count=8, input_len=33, output_len=4, seed=[1]):
+        assert len(tokenizer(prompt.content)["input_ids"]) == 33
+
+
 def test_prompts_come_again_with_the_seed_and_never_across_levels(lexicon: prompts.Lexicon) -> None:
     def made(*seed: int, name: str = "a") -> list[prompts.Prompt]:
         return prompts.random_prompts(

@@ -1,6 +1,7 @@
 """How many streamed chunks a second one load-generator client sustains, against a stub that streams at a set rate.
 
     python tests/bench/loadgen_rate.py [--rates 20000,40000,60000,80000] [--clients 1] [--seconds 4] [--streams 64]
+                                         [--peer]
 
 The stub (its own processes) sends every stream's chunks on a clock of its own, one write per chunk, in events as
 vLLM writes them. A rate counts as sustained when the stub kept its clock (it says how far behind it fell), the
@@ -114,7 +115,48 @@ def run_client(pipe: Pipe, port: int, streams: int) -> None:
     hand.stop()
 
 
-def measure(rate: float, *, clients: int, seconds: float, streams: int) -> dict[str, float]:
+def run_vllm_client(pipe: Pipe, port: int, streams: int) -> None:
+    """The same with the request function of `vllm bench serve`, in the same kind of loop."""
+    import aiohttp
+    from vllm.benchmarks.lib import endpoint_request_func as peer
+
+    one = peer.RequestFuncInput(
+        prompt="hello",
+        api_url=f"http://127.0.0.1:{port}/v1/chat/completions",
+        prompt_len=9,
+        output_len=1,
+        model="science",
+    )
+
+    async def load() -> None:
+        connector = aiohttp.TCPConnector(limit=streams)
+        lag: list[float] = []
+
+        async def sample() -> None:
+            while True:
+                before = time.perf_counter()
+                await asyncio.sleep(0.01)
+                lag.append((time.perf_counter() - before - 0.01) * 1000)
+
+        async with aiohttp.ClientSession(connector=connector) as session:
+            watch = asyncio.ensure_future(sample())
+            cpu, began = time.process_time(), time.perf_counter()
+            answers = await asyncio.gather(
+                *[peer.async_request_openai_chat_completions(one, session) for _ in range(streams)]
+            )
+            spent = time.perf_counter() - began
+            watch.cancel()
+        first = min(a.start_time + a.ttft for a in answers)
+        last = max(a.start_time + a.ttft + sum(a.itl) for a in answers)
+        got = sum(len(a.itl) + 1 for a in answers)
+        failed = sum(not a.success for a in answers)
+        share = (time.process_time() - cpu) / spent
+        pipe.send((got, last - first, share, sorted(lag)[int(len(lag) * 0.99)], failed))
+
+    uvloop.run(load())
+
+
+def measure(rate: float, *, clients: int, seconds: float, streams: int, peer: bool = False) -> dict[str, float]:
     """One client per stub, started together: what all of them got, and the worst lag and CPU."""
     chunks = max(1, int(rate / clients * seconds / streams))
     fork = multiprocessing.get_context("spawn")
@@ -124,10 +166,13 @@ def measure(rate: float, *, clients: int, seconds: float, streams: int) -> dict[
         serving = fork.Process(target=run_stub, args=(theirs, rate / clients, chunks), daemon=True)
         serving.start()
         pairs.append((ours, serving, ours.recv()))
+    # A stub starts its clock when the first stream asks, so a client may take its time to import.
     callers = []
     for _, _, port in pairs:
         ours, theirs = fork.Pipe()
-        calling = fork.Process(target=run_client, args=(theirs, port, streams), daemon=True)
+        calling = fork.Process(
+            target=run_vllm_client if peer else run_client, args=(theirs, port, streams), daemon=True
+        )
         calling.start()
         callers.append((ours, calling))
     got = [ours.recv() for ours, _ in callers]
@@ -158,10 +203,11 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--peer", action="store_true", help="the client of `vllm bench serve` instead of ours")
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     rows = [
-        measure(float(rate), clients=asked.clients, seconds=asked.seconds, streams=asked.streams)
+        measure(float(rate), clients=asked.clients, seconds=asked.seconds, streams=asked.streams, peer=asked.peer)
         for rate in asked.rates.split(",")
     ]
     if asked.json:
