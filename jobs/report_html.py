@@ -25,8 +25,10 @@ tabular-nums}.tile small{color:#555;font-size:12.5px;line-height:1.3;display:blo
 font-variant-numeric:tabular-nums}caption{text-align:left;font-weight:600;padding:0 0 6px;font-size:14px}
 th,td{padding:4px 12px 4px 0;text-align:right;border-bottom:1px solid #e2e2e2;vertical-align:top}
 th:first-child,td:first-child,table.words th,table.words td{text-align:left}
-thead th{border-bottom:2px solid #555;vertical-align:bottom}table.words td{max-width:520px;overflow-wrap:anywhere}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:18px 26px;margin:14px 0}
+thead th{border-bottom:2px solid #555;vertical-align:bottom}
+table:not(.words) td:first-child{white-space:nowrap}
+table.words td{max-width:520px;overflow-wrap:anywhere}
+.figures{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(480px,100%),1fr));gap:18px 26px;margin:14px 0}
 figure{margin:0;max-width:640px}figcaption{font-weight:600;font-size:14px;margin-bottom:4px}
 svg{width:100%;height:auto;display:block}
 .ask{font-weight:600;margin:18px 0 6px}.ask:before{content:"Prompt: ";color:#555;font-weight:400}
