@@ -107,6 +107,7 @@ class Train(Section):
     weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW's decay.")
     max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradient norm is clipped to this.")
     gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, a third more work.")
+    compile: bool | None = Field(None, description="Fuse norms, activations and rotary; none does so on a GPU.")
     eval_steps: PositiveInt | None = Field(None, description="Evaluate every N steps; always at the start and the end.")
     eval_rows: PositiveInt | None = Field(None, description="Evaluate on the first N held-out rows; none takes all.")
     checkpoint_steps: PositiveInt = Field(50, description="Checkpoint every N steps.")

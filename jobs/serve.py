@@ -1,23 +1,30 @@
-"""Deploy a model as the Serve application `rankline` and wait until it answers.
+"""Deploy the run's merged model as the Serve application `rankline`, and wait until it answers.
 
-python -m jobs.serve --config FILE [key=value ...]    deploy the run's merged model
-python -m jobs.serve --delete                         take the service down, leaving the cluster up
+Without a flag it deploys; the flags look after a service that is up.
 """
 
+import argparse
 import http.client
 import json
 import logging
+import shlex
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jobs import artifacts, cli
-from jobs.config import Config, resolve_storage
+from jobs import artifacts, cli, serve_state
+from jobs import config as config_module
+from jobs.config import Config
 from jobs.errors import UserError
 from jobs.progress import Progress, say
+from jobs.serve_spec import base_url, check_model, make_spec, needs_key
 
-START_ERROR = "rankline could not start the engine: "
+if TYPE_CHECKING:
+    from serve_app.app import Spec
+
+START_ERROR = "rankline could not start the engine: "  # as serve_app.replica words it
 
 
 def run(config: Config) -> artifacts.Artifact:
@@ -37,35 +44,34 @@ def deploy(config: Config, model: Path) -> str:
     check_model(model)
     cli.offline(config)
     _connect(config)
-    from ray import serve
-
     from serve_app import app
 
-    for name in ("ray.serve", "ray"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    began = time.monotonic()
     spec = make_spec(config, model)
-    _start_serve(config)
-    application = app.build(spec)
-    serve.run_many(
-        [serve.RunTarget(application, name=app.APP, route_prefix="/")],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
-    url = base_url(config)
-    _wait(config, url, began)
-    say("serve", f"ready in {time.monotonic() - began:.0f} s")
+    user_config = {"keys": serve_state.accepted_keys(required=spec.require_key)}
+    return _put_up(config, spec, app.sources(), user_config)
+
+
+def rollback(config: Config) -> str:
+    """Put the deployment before the last back, as it was; returns the base URL."""
+    entry = serve_state.previous()
+    _connect(config)
+    from serve_app import app
+
+    spec = app.Spec(**entry["spec"])
+    check_model(Path(spec.model))
+    say("serve", f"going back to {spec.served_model_name} from {spec.model}")
+    user_config = {"keys": serve_state.accepted_keys(required=spec.require_key)}
+    url = _put_up(config, spec, {name: text.encode() for name, text in entry["code"].items()}, user_config)
     return url
 
 
 def delete(config: Config) -> None:
-    """Take the application down; nothing happens when it is not there."""
+    """Take the application down, leaving the cluster up; no error when it is not there."""
     _connect(config)
     from ray import serve
 
     from serve_app import app
 
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     if app.APP in serve.status().applications:
         serve.delete(app.APP)
         say("serve", "stopped")
@@ -73,80 +79,45 @@ def delete(config: Config) -> None:
         say("serve", "nothing is deployed")
 
 
-def make_spec(config: Config, model: Path) -> Any:
-    """What to deploy: the config's serve section as engine flags and resources. Needs an initialized Ray."""
-    import ray
+def status(config: Config) -> None:
+    """Print the application's state and one line per replica: its node, process, GPUs and log."""
+    _connect(config)
+    from ray import serve
+    from ray.util.state import list_actors
 
-    from serve_app.app import Spec
+    from serve_app import app
 
-    wanted = config.serve
-    on_gpus = ray.cluster_resources().get("GPU", 0) > 0
-    gpus = wanted.tensor_parallel_size if on_gpus else 0
-    if on_gpus and ray.cluster_resources()["GPU"] < gpus * wanted.num_replicas:
-        raise UserError(
-            f"serve.num_replicas {wanted.num_replicas} x serve.tensor_parallel_size {gpus} needs "
-            f"{gpus * wanted.num_replicas} GPUs; the cluster has {ray.cluster_resources()['GPU']:g}"
-        )
-    flags: dict[str, Any] = {
-        "model": str(model),
-        "served_model_name": wanted.served_model_name,
-        "max_model_len": wanted.max_model_len,
-        "max_num_seqs": wanted.max_num_seqs,
-        "max_num_batched_tokens": wanted.max_num_batched_tokens,
-        "tensor_parallel_size": wanted.tensor_parallel_size if on_gpus else 1,
-        "enable_prefix_caching": wanted.enable_prefix_caching,
-        "enforce_eager": wanted.enforce_eager,
-        "load_format": wanted.load_format,
-        "dtype": config.model.dtype,
-        "seed": config.run.seed,
-        "generation_config": "vllm",  # the model's own file would change sampling defaults
-        "allowed_origins": [],  # no web page of another origin may call a service on loopback
-        "disable_fastapi_docs": True,
-    }
-    flags |= (
-        {"gpu_memory_utilization": wanted.gpu_memory_utilization}
-        if on_gpus
-        else {"kv_cache_memory_bytes": int(wanted.kv_cache_gib * 2**30)}
-    )
-    flags |= wanted.engine_args
-    env = {"HF_HUB_OFFLINE": "1"}
-    cache = resolve_storage(config.model.cache)
-    if "://" not in cache:  # compiled kernels outlive the replica, and are found again by the next
-        env["VLLM_CACHE_ROOT"] = f"{cache}/.vllm"
-    free = ray.available_resources()
-    return Spec(
-        model=str(model),
-        served_model_name=wanted.served_model_name,
-        flags=flags,
-        num_replicas=wanted.num_replicas,
-        gpus=gpus,
-        cpus=wanted.cpus_per_replica,
-        threads=wanted.cpu_threads,
-        max_requests=wanted.max_requests or max(1024, 4 * wanted.max_num_seqs),
-        drain_s=float(wanted.drain_timeout_s),
-        env=env,
-        surge=on_gpus and free.get("GPU", 0) >= gpus,
-    )
+    state = serve.status().applications.get(app.APP)
+    if state is None:
+        raise UserError("nothing is deployed: `python -m jobs.serve --config FILE` deploys")
+    say("serve", f"{app.APP} is {state.status}; listening on {base_url(config)}")
+    mine = [("class_name", "=", f"ServeReplica:{app.APP}:{app.DEPLOYMENT}"), ("state", "!=", "DEAD")]
+    replicas: list[Any] = list_actors(filters=mine, detail=True)
+    for replica in replicas:
+        gpus = (replica.required_resources or {}).get("GPU", 0)
+        print(f"  {replica.name}  {replica.state}  node {replica.node_id}  PID {replica.pid}  GPUs {gpus:g}")
 
 
-def check_model(model: Path) -> None:
-    """Raise UserError for a directory that no engine could load."""
-    if not model.is_dir():
-        raise UserError(f"{model}: no such model directory: run `python -m jobs.merge` first")
+def add_key(config: Config, name: str) -> None:
+    """Make another API key, print it once, and hand it to a running service."""
+    from serve_app import auth
+
     try:
-        json.loads((model / "config.json").read_text())
-    except FileNotFoundError:
-        raise UserError(f"{model}: no config.json, so this is no model directory") from None
+        print(auth.add(serve_state.keys_path(), name))
     except ValueError as error:
-        raise UserError(f"{model / 'config.json'}: not valid JSON: {error}") from None
-    if not any(model.glob("tokenizer*")):
-        raise UserError(f"{model}: no tokenizer files")
+        raise UserError(str(error)) from None
+    _push_keys(config)
 
 
-def base_url(config: Config) -> str:
-    """Where the service of this config listens, as seen from this machine."""
-    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.serve.host, config.serve.host)
-    return f"http://{host}:{config.serve.port}"
+def revoke_key(config: Config, name: str) -> None:
+    """Remove an API key, also from a running service, without a restart."""
+    from serve_app import auth
+
+    try:
+        auth.revoke(serve_state.keys_path(), name)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    _push_keys(config)
 
 
 def curl(config: Config, url: str) -> str:
@@ -156,18 +127,22 @@ def curl(config: Config, url: str) -> str:
         "messages": [{"role": "user", "content": "Why is the sky blue?"}],
         "max_tokens": 64,
     }
-    text = json.dumps(body).replace("'", "'\\''")
-    return f"  curl --noproxy '*' {url}/v1/chat/completions -H 'Content-Type: application/json' -d '{text}'"
+    key = (
+        f'-H "Authorization: Bearer $(cat {shlex.quote(str(serve_state.secret_path()))})" ' if needs_key(config) else ""
+    )
+    target = f"{url}/v1/chat/completions"
+    return f"  curl --noproxy '*' {target} {key}-H 'Content-Type: application/json' -d {shlex.quote(json.dumps(body))}"
 
 
-def ask(url: str, model: str, timeout_s: float) -> str | None:
+def ask(url: str, model: str, *, key: str | None, timeout_s: float) -> str | None:
     """One short chat request; None when it was answered, else what came instead."""
     host, _, port = url.removeprefix("http://").rpartition(":")
     body = {"model": model, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     # http.client knows no proxies: HTTP_PROXY must not swallow a request to this machine.
     connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
     try:
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
         answer = connection.getresponse()
         text = answer.read().decode("utf-8", "replace")
         return None if answer.status == 200 else f"HTTP {answer.status}: {text[:300]}"
@@ -177,6 +152,45 @@ def ask(url: str, model: str, timeout_s: float) -> str | None:
         connection.close()
 
 
+def _put_up(config: Config, spec: "Spec", code: dict[str, bytes], user_config: dict[str, Any]) -> str:
+    began = time.monotonic()
+    _start_serve(config)
+    _submit(spec, code, user_config)
+    url = base_url(config)
+    _wait(config, spec, url, began)
+    serve_state.remember(spec, code, user_config)
+    say("serve", f"ready in {time.monotonic() - began:.0f} s")
+    return url
+
+
+def _submit(spec: "Spec", code: dict[str, bytes], user_config: dict[str, Any]) -> None:
+    from ray import serve
+
+    from serve_app import app
+
+    target = serve.RunTarget(app.build(spec, user_config=user_config, code=code), name=app.APP, route_prefix="/")
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+
+def _push_keys(config: Config) -> None:
+    entry = serve_state.deployed()
+    from cluster import local
+
+    if entry is None or (local.running() is None and config.cluster.address is None):
+        return
+    _connect(config)
+    from ray import serve
+
+    from serve_app import app
+
+    if app.APP not in serve.status().applications:
+        return
+    spec = app.Spec(**entry["spec"])
+    user_config = {"keys": serve_state.accepted_keys(required=spec.require_key)}
+    _submit(spec, {name: text.encode() for name, text in entry["code"].items()}, user_config)
+    say("serve", "the running service takes the change over within a second")
+
+
 def _connect(config: Config) -> None:
     import ray
 
@@ -184,6 +198,8 @@ def _connect(config: Config) -> None:
         from cluster import local
 
         local.connect(config, private=False)
+    for name in ("ray.serve", "ray"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _start_serve(config: Config) -> None:
@@ -194,10 +210,10 @@ def _start_serve(config: Config) -> None:
     running = _listening()
     want = (config.serve.host, config.serve.port)
     if running is None:
-        _check_port_is_free(*want)
-        # Serve's front end on the head node is enough: it reaches replicas on every node.
+        check_port_is_free(*want)
         serve.start(
             http_options=HTTPOptions(host=want[0], port=want[1]),
+            # The head node's front end is enough: it reaches the replicas of every node.
             proxy_location="HeadOnly",
             logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
             # Serve's log files stay; copies on standard error would reach every terminal attached to the cluster.
@@ -220,7 +236,8 @@ def _listening() -> tuple[str, int] | None:
     return str(options.host), int(options.port)
 
 
-def _check_port_is_free(host: str, port: int) -> None:
+def check_port_is_free(host: str, port: int) -> None:
+    """UserError when nothing can listen there."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -233,13 +250,14 @@ def _check_port_is_free(host: str, port: int) -> None:
             ) from None
 
 
-def _wait(config: Config, url: str, began: float) -> None:
+def _wait(config: Config, spec: "Spec", url: str, began: float) -> None:
     """Until the new deployment answers a chat request; UserError when it fails or takes too long."""
     from ray import serve
 
     from serve_app import app
 
     limit = config.serve.start_timeout_s
+    key = serve_state.secret(config) if spec.require_key else None
     with Progress("serve") as progress:
         while True:
             state = serve.status().applications.get(app.APP)
@@ -249,9 +267,13 @@ def _wait(config: Config, url: str, began: float) -> None:
                 if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                     raise UserError(_failure(messages))
                 if state.status == "RUNNING":
-                    trouble = ask(url, config.serve.served_model_name, timeout_s=30)
+                    trouble = ask(url, spec.served_model_name, key=key, timeout_s=30)
                     if trouble is None:
                         return
+                    if "HTTP 401" in trouble:
+                        raise UserError(
+                            f"the service runs, but its key is not known here: set {config.load.api_key_env}"
+                        )
                     note = f"waiting for an answer ({trouble[:80]})"
                 else:
                     note = "waiting for the engine to load the model"
@@ -273,13 +295,33 @@ def _failure(messages: list[str]) -> str:
     return "the service did not start: " + " ".join(m.strip() for m in messages if m)[-2000:]
 
 
+def _main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m jobs.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML config; without one the defaults hold")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="override, for example serve.port=8001")
+    actions = parser.add_mutually_exclusive_group()
+    actions.add_argument("--status", action="store_true", help="show the service and its replicas")
+    actions.add_argument("--rollback", action="store_true", help="put the previous deployment back")
+    actions.add_argument("--delete", action="store_true", help="take the service down, leaving the cluster up")
+    actions.add_argument("--add-key", metavar="NAME", help="make another API key and print it once")
+    actions.add_argument("--revoke-key", metavar="NAME", help="remove an API key; no restart")
+    args = parser.parse_args()
+    plain: dict[str, Callable[[Config], Any]] = {"status": status, "rollback": rollback, "delete": delete}
+    action = next((act for name, act in plain.items() if getattr(args, name)), run)
+
+    def act() -> None:
+        config = config_module.load(args.config, args.overrides)
+        if args.add_key:
+            add_key(config, args.add_key)
+        elif args.revoke_key:
+            revoke_key(config, args.revoke_key)
+        else:
+            action(config)
+
+    cli.guard(act)
+
+
 if __name__ == "__main__":
-    import sys
-
-    if "--delete" in sys.argv:
-        from jobs import config as config_module
-
-        rest = [a for a in sys.argv[1:] if a != "--delete"]
-        path = rest[rest.index("--config") + 1] if "--config" in rest else None
-        cli.guard(lambda: delete(config_module.load(path, [a for a in rest if "=" in a])))
-    cli.main("serve", run, __doc__)
+    _main()

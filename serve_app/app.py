@@ -30,17 +30,14 @@ class Spec:
     cpus: float = 1.0
     threads: int | None = None
     max_requests: int = 1024
+    max_body_bytes: int = 4 << 20
+    body_timeout_s: float = 30.0
+    hang_s: float = 120.0
     drain_s: float = 600.0
+    require_key: bool = False
+    autoscaling: Mapping[str, float] | None = None
     env: Mapping[str, str] = field(default_factory=dict[str, str])
     surge: bool = False
-
-    def version(self) -> str:
-        """Short hash of everything that needs new replicas when it changes, the code included."""
-        import json
-
-        shaping = {k: v for k, v in asdict(self).items() if k not in ("num_replicas", "surge")}
-        text = json.dumps(shaping, sort_keys=True, default=str)
-        return hashlib.sha256((text + _digest(sources())).encode()).hexdigest()[:12]
 
 
 def sources() -> dict[str, bytes]:
@@ -49,14 +46,22 @@ def sources() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(here.glob("*.py"))}
 
 
-def build(spec: Spec) -> Any:
-    """The bound Serve application of `spec`; needs an initialized Ray."""
+def build(spec: Spec, *, user_config: dict[str, Any], code: Mapping[str, bytes] | None = None) -> Any:
+    """The bound Serve application of `spec`; needs an initialized Ray.
+
+    `user_config` reaches running replicas without a restart. `code` is what `sources` returned at an earlier
+    deployment; None takes today's.
+    """
     from ray import cloudpickle, serve
 
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    from serve_app import autoscaling
+
+    for module in (sys.modules[__name__], autoscaling):  # neither replicas nor the controller can import them
+        cloudpickle.register_pickle_by_value(module)
     options: dict[str, Any] = {
         "name": DEPLOYMENT,
         "num_replicas": spec.num_replicas,
+        "user_config": user_config,
         "max_ongoing_requests": spec.max_requests + 1024,  # above our own admission, whose refusal is OpenAI-shaped
         "graceful_shutdown_timeout_s": spec.drain_s,
         "graceful_shutdown_wait_loop_s": 0.2,
@@ -73,8 +78,21 @@ def build(spec: Spec) -> Any:
             "runtime_env": {"working_dir": "local:///", "env_vars": _environment(spec)},
         },
     }
+    if spec.autoscaling is not None:
+        del options["num_replicas"]
+        settings = {**spec.autoscaling, "slots": spec.flags["max_num_seqs"]}
+        options["autoscaling_config"] = {
+            "min_replicas": int(settings["min_replicas"]),
+            "max_replicas": int(settings["max_replicas"]),
+            "initial_replicas": max(1, int(settings["min_replicas"])),
+            "metrics_interval_s": 1,
+            "look_back_period_s": 2,
+            "upscale_delay_s": 0,  # the policy itself knows when to wait
+            "downscale_delay_s": 0,
+            "policy": {"policy_function": autoscaling.QueueDepth, "policy_kwargs": settings},
+        }
     deployment = serve.deployment(**options)(serve.ingress()(Shell))
-    return deployment.bind(sources(), {**asdict(spec), "version": spec.version()})
+    return deployment.bind(dict(code or sources()), asdict(spec))
 
 
 class Shell:
@@ -92,8 +110,14 @@ class Shell:
     async def __serve_build_asgi_app__(self) -> Any:
         return self._replica.app
 
+    def reconfigure(self, user_config: dict[str, Any]) -> None:
+        self._replica.reconfigure(user_config)
+
     async def check_health(self) -> None:
         await self._replica.check_health()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        return self._replica.stats()
 
     async def __del__(self) -> None:
         if hasattr(self, "_replica"):

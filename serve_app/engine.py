@@ -12,15 +12,17 @@ import multiprocessing
 import multiprocessing.context
 import os
 import signal
+import time
 import types
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import vllm.entrypoints.launchers.api_server.app_state as app_state
-import vllm.v1.engine.core  # noqa: F401  (the fork server hands these imports to EngineCore)
+import vllm.v1.engine.core  # noqa: F401  # pyright: ignore[reportUnusedImport]  # EngineCore inherits these imports
 import vllm.v1.engine.utils as engine_utils
 from fastapi import FastAPI
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
@@ -28,11 +30,13 @@ from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 if current_platform.is_cpu():
-    import vllm.v1.worker.cpu_worker  # noqa: F401
+    import vllm.v1.worker.cpu_worker  # noqa: F401  # pyright: ignore[reportUnusedImport]
 else:
-    import vllm.v1.worker.gpu_worker  # noqa: F401
+    import vllm.v1.worker.gpu_worker  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Engine:
 
     llm: AsyncLLM
     app: FastAPI
+    pulse: "Pulse"
 
     def pid(self) -> int | None:
         """Process id of EngineCore."""
@@ -51,6 +56,10 @@ class Engine:
     @property
     def dead(self) -> bool:
         return self.llm.errored
+
+    def unfinished(self) -> int:
+        """Requests in the engine, waiting and running; one with n answers counts n."""
+        return self.llm.get_num_unfinished_requests()
 
     def shutdown(self) -> None:
         """Stop EngineCore and wait until it is gone; blocks for some seconds."""
@@ -68,8 +77,15 @@ async def start(flags: Mapping[str, Any]) -> Engine:
     usage = UsageContext.OPENAI_API_SERVER
     vllm_config = engine_args.create_engine_config(usage_context=usage)
     engine_utils.get_mp_context = ForkServer
+    pulse: list[Pulse] = []
+
+    def observe(config: VllmConfig, index: int) -> Pulse:
+        pulse.append(Pulse(config, index))
+        return pulse[-1]
+
     llm = AsyncLLM.from_vllm_config(
         vllm_config=vllm_config,
+        stat_loggers=[observe],
         usage_context=usage,
         enable_log_requests=engine_args.enable_log_requests,
         aggregate_engine_logging=engine_args.aggregate_engine_logging,
@@ -84,7 +100,7 @@ async def start(flags: Mapping[str, Any]) -> Engine:
     except BaseException:
         llm.shutdown()
         raise
-    return Engine(llm=llm, app=app)
+    return Engine(llm=llm, app=app, pulse=pulse[0])
 
 
 def parse(flags: Mapping[str, Any]) -> Any:
@@ -98,6 +114,7 @@ def parse(flags: Mapping[str, Any]) -> Any:
     parser.error = refuse  # type: ignore[method-assign]  # argparse would end the process
     repeated = {option for action in parser._actions if action.nargs in ("+", "*") for option in action.option_strings}
     args = parser.parse_args(command_line(flags, repeated=repeated))
+    assert args is not None
     validate_parsed_serve_args(args)
     return args
 
@@ -121,6 +138,32 @@ def command_line(flags: Mapping[str, Any], *, repeated: Collection[str]) -> list
         else:
             argv += [flag, str(value)]
     return argv
+
+
+class Pulse(StatLoggerBase):
+    """The last that the engine said about itself; one assignment per engine step."""
+
+    def __init__(self, vllm_config: VllmConfig, engine_index: int = 0) -> None:
+        self.running = 0
+        self.waiting = 0
+        self.kv_cache_usage = 0.0
+        self.last_step = time.monotonic()
+
+    def record(
+        self,
+        scheduler_stats: SchedulerStats | None,
+        iteration_stats: IterationStats | None,
+        mm_cache_stats: MultiModalCacheStats | None = None,
+        engine_idx: int = 0,
+    ) -> None:
+        self.last_step = time.monotonic()
+        if scheduler_stats is not None:
+            self.running = scheduler_stats.num_running_reqs
+            self.waiting = scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            self.kv_cache_usage = scheduler_stats.kv_cache_usage
+
+    def log_engine_initialized(self) -> None:
+        pass
 
 
 class ForkServer(multiprocessing.context.ForkServerContext):

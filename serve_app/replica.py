@@ -12,6 +12,9 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serve_app.auth import Keyring, keyring
+from serve_app.guard import Guard
+
 if TYPE_CHECKING:
     from serve_app.engine import Engine
 
@@ -24,8 +27,10 @@ class Replica:
     def __init__(self, spec: dict[str, Any], *, code_path: str) -> None:
         self.spec = spec
         self.engine: Engine | None = None
-        self.app: Any = None
+        self.app: Guard | None = None
         self._code_path = code_path
+        self._keys = Keyring([])
+        self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the engine; RuntimeError holding START_ERROR and the engine's own words when it fails."""
@@ -39,23 +44,68 @@ class Replica:
             self.engine = await engine.start(self.spec["flags"])
         except Exception as error:
             raise RuntimeError(f"{START_ERROR}{log.cause(error)}") from error
-        self.app = self.engine.app
+        self.app = Guard(
+            self.engine.app,
+            load=self.engine,
+            keys=self._keys,
+            require_key=self.spec["require_key"],  # from the first moment: the keys themselves come with reconfigure
+            max_requests=self.spec["max_requests"],
+            max_body_bytes=self.spec["max_body_bytes"],
+            body_timeout_s=self.spec["body_timeout_s"],
+        )
+        self._watch = asyncio.create_task(self._leave_with_the_engine())
         print(
             f"rankline replica ready in {time.monotonic() - began:.1f} s: imports {imported - began:.1f} s, "
             f"engine process {self.engine.pid()}",
             flush=True,
         )
 
+    def reconfigure(self, user_config: dict[str, Any] | None) -> None:
+        """Take over what may change while serving: the API keys."""
+        self._keys = keyring((user_config or {}).get("keys", []))
+        if self.app is not None:
+            self.app.keys = self._keys
+
     async def check_health(self) -> None:
-        """Raise when the engine is dead; Serve then replaces this replica."""
-        if self.engine is None:
+        """Raise when the engine is dead or hangs; Serve then replaces this replica. O(1)."""
+        if self.engine is None or self.app is None:
             raise RuntimeError("the engine has not started")
         await self.engine.llm.check_health()
+        silent = time.monotonic() - max(self.engine.pulse.last_step, self.app.busy_since)
+        if self.engine.unfinished() and silent > self.spec["hang_s"]:
+            raise RuntimeError(f"the engine has made no step for {silent:.0f} s with requests waiting")
+
+    def stats(self) -> dict[str, float]:
+        """Running and waiting requests and the share of the KV cache in use, for autoscaling."""
+        if self.engine is None or self.app is None:
+            return {}
+        pulse = self.engine.pulse
+        if not self.engine.unfinished():  # an idle engine reports nothing, so the last report is stale
+            return {"running": 0.0, "waiting": float(self.app.active), "kv_cache_usage": 0.0}
+        # Requests that the engine has not reported yet are waiting, whatever it says.
+        waiting = max(pulse.waiting, max(self.app.active, self.engine.unfinished()) - pulse.running)
+        return {"running": float(pulse.running), "waiting": float(waiting), "kv_cache_usage": pulse.kv_cache_usage}
 
     async def stop(self) -> None:
         """Stop the engine process and wait for its end."""
+        if self._watch is not None:
+            self._watch.cancel()
         if self.engine is not None:
             await asyncio.to_thread(self.engine.shutdown)
+
+    async def _leave_with_the_engine(self) -> None:
+        """End this process within a second of its engine's death.
+
+        A replica with a dead engine fails fast, so a proxy that counts connections would send it ever more.
+        """
+        assert self.engine is not None
+        while not self.engine.dead:
+            await asyncio.sleep(0.1)
+        assert self.app is not None
+        self.app.closing = True
+        print("the engine process has died: this replica leaves", file=sys.stderr, flush=True)
+        await asyncio.sleep(0.5)  # requests under way get their error, and leave for another replica
+        os._exit(1)
 
 
 def prepare_fork_server(spec: dict[str, Any], code_path: str) -> None:

@@ -135,4 +135,4 @@ def test_a_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=str(port)):
-            serve._check_port_is_free("127.0.0.1", port)  # pyright: ignore[reportPrivateUsage]
+            serve.check_port_is_free("127.0.0.1", port)
