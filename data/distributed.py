@@ -42,7 +42,7 @@ def stream(
         try:
             part = _staged(span, rules, renderer(ray.get(held)), staging, **limits)
         except UserError as error:
-            part = Part(span.index, error=str(error))
+            part = Part(span.number, error=str(error))
         return {"part": pickle.dumps(part, protocol=5)}
 
     items = [{"span": pickle.dumps(span)} for span in spans]
@@ -64,7 +64,7 @@ def _staged(span: Span, rules: Rules, renderer: Renderer, staging: str, *, max_s
 
     from data.snapshot import schema
 
-    store, path = filesystem(staging_file(staging, span.index))
+    store, path = filesystem(staging_file(staging, span.number))
     with (
         store.open_output_stream(path) as sink,
         pq.ParquetWriter(sink, schema(), compression="lz4", use_dictionary=False, write_statistics=False) as writer,
@@ -82,4 +82,4 @@ def _cpus_per_task() -> float:
     logical = sum(node["Resources"].get("CPU", 0.0) for node in nodes)
     if len(nodes) != 1:
         return 1.0
-    return max(1.0, logical / (os.cpu_count() or 1))
+    return float(max(1, int(logical) // (os.cpu_count() or 1)))  # over one CPU, Ray takes whole numbers only

@@ -41,7 +41,7 @@ class Source(NamedTuple):
 class Span(NamedTuple):
     """What one task reads: bytes [start, stop) of lines (of which the first is `line`), or Parquet row groups."""
 
-    index: int
+    number: int
     source: Source
     start: int
     stop: int

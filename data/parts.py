@@ -75,7 +75,7 @@ def prepare(
     """
     import numpy as np
 
-    part = Part(span.index)
+    part = Part(span.number)
     columns: dict[str, list[Any]] = {name: [] for name in DTYPES}
     shared: Counter[str] = Counter()
     position = 0
@@ -84,7 +84,7 @@ def prepare(
         part.bad_rows += 1
         part.kinds[problems[0].kind] += 1
         if len(part.bad) < max_errors:
-            part.bad.append(BadRow((span.index, place), source, problems))
+            part.bad.append(BadRow((span.number, place), source, problems))
 
     rows = reading.read(span)
     while batch := list(islice(rows, BATCH)):

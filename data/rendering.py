@@ -198,7 +198,7 @@ class Renderer:
                 "model would never learn to stop"
             )
         end = tail[: tail.index(found[0]) + len(found[0])]
-        return lead, end, int(self.tokenizer.token_to_id(found[0]))
+        return lead, end, cast(int, self.tokenizer.token_to_id(found[0]))
 
     def _shape(self, roles: tuple[str, ...]) -> tuple[list[str], str]:
         """The text around the turns of rows with these roles, and before the answer."""

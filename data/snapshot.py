@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
-SPLITS = ("train", "eval")
+SPLITS: tuple[str, ...] = ("train", "eval")
 
 
 def schema() -> "pa.Schema":
@@ -56,7 +56,7 @@ def tables(path: Path, split: str) -> Iterator[tuple[Path, "pa.Table"]]:
         raise UserError(f"{path / split}: no part-*.parquet, so this is no snapshot: run python -m jobs.prepare")
     for file in files:
         try:
-            table = pq.read_table(file, partitioning=None)
+            table = pq.ParquetFile(file).read()
         except (OSError, pa.ArrowInvalid) as error:
             raise UserError(f"{file}: cannot be read ({error}): make the snapshot again") from None
         if not table.schema.equals(schema()):

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +101,7 @@ def dataset_path(path: str) -> str:
 @contextlib.contextmanager
 def processed(
     config: Config, spans: Sequence[files.Span], rules: formats.Rules, assets: rendering.Assets
-) -> Iterator[tuple[list[parts.Part], "Load"]]:
+) -> Generator[tuple[list[parts.Part], "Load"]]:
     """Every span tokenized: the parts in order, and a function that gives the rows of one.
 
     Small datasets are worked on in this process, large ones by Ray Data; the parts are the same.
@@ -110,7 +110,7 @@ def processed(
     import pyarrow.parquet as pq
 
     limits = {"max_seq_len": config.data.max_seq_len, "max_errors": config.data.max_errors}
-    sizes = {span.index: _bytes(span) for span in spans}
+    sizes = {span.number: _bytes(span) for span in spans}
     if sum(sizes.values()) <= SMALL_BYTES:
         renderer = rendering.renderer(assets)
         done: list[parts.Part] = []
@@ -138,7 +138,7 @@ def processed(
 
         def load(i: int) -> pa.Table:
             path = files.filesystem(distributed.staging_file(staging, arrived[i].index))[1]
-            return pq.read_table(path, filesystem=store, partitioning=None)
+            return pq.ParquetFile(path, filesystem=store).read()
 
         yield arrived, load
 
@@ -194,7 +194,7 @@ def write(
 
 
 @contextlib.contextmanager
-def _staging(config: Config) -> Iterator[str]:
+def _staging(config: Config) -> Generator[str]:
     """A directory or URI beside the artifact, gone afterwards together with the parents that were made for it."""
     where = artifacts.location(config, "prepare")
     if "://" in where:
