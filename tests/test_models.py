@@ -203,7 +203,7 @@ def test_the_small_model_cuts_numbers_as_the_file_says_and_stops_at_its_end_of_t
     from transformers import AutoTokenizer, GenerationConfig
 
     tokenizer = AutoTokenizer.from_pretrained(base_model)
-    # The GGUF names the pre-tokenizer `smollm`. In llama.cpp that is: each digit alone (\p{N}), then GPT-2's pattern over
+    # The GGUF names the pre-tokenizer `smollm`: in llama.cpp each digit alone (\p{N}), then GPT-2's pattern over
     # the pieces. So two line breaks that end a piece are one token, and before a letter the second stands alone.
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("a\n\n12. b\n\nc")) == [
         *("a", "ĊĊ", "1", "2", ".", "Ġb", "Ċ", "Ċ", "c"),
