@@ -10,7 +10,7 @@ import json
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -66,8 +66,8 @@ class Template:
 
         environment = Bounded(trim_blocks=True, lstrip_blocks=True, extensions=[Marks, loopcontrols])
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = time.strftime
+        names: dict[str, Any] = {"raise_exception": _raise, "strftime_now": time.strftime}
+        environment.globals.update(names)
         self.source, self.where, self._special = source, where, dict(special or {})
         try:
             self._template = environment.from_string(source)
@@ -156,7 +156,7 @@ def _to_json(
 
 
 @contextlib.contextmanager
-def _limited(seconds: int) -> Iterator[None]:
+def _limited(seconds: int) -> Generator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield  # signals reach the main thread only
         return

@@ -93,9 +93,11 @@ def _run(args: argparse.Namespace) -> None:
     facts: dict[str, Any] = {}
     if args.text:
         directory = _model_directory(path)
-        facts["texts"] = [{"text": text, "tokens": tokens(directory, text)} for text in args.text]
-        for entry in facts["texts"]:
-            describe_page.show_tokens(page, entry["text"], entry["tokens"])
+        facts["texts"] = []
+        for text in cast(list[str], args.text):
+            pieces = tokens(directory, text)
+            facts["texts"].append({"text": text, "tokens": pieces})
+            describe_page.show_tokens(page, text, pieces)
     if args.tensor:
         facts["tensor"] = tensor(path, args.tensor)
         describe_page.show_tensor(page, facts["tensor"])

@@ -64,7 +64,7 @@ def _show_shape(page: Page, facts: Mapping[str, Any]) -> None:
         if arch is not None and arch["tied"] and "head" not in counts["parts"]:
             page.line("  the head shares the embeddings' rows: counted once")
         page.field("dtypes", ", ".join(f"{name} {n:,}" for name, n in counts["dtypes"].items()))
-    if cache is not None:
+    if arch is not None and cache is not None:
         page.section("KV CACHE")
         page.line(f"  {cache['arithmetic']}")
         page.line(f"  one request of {arch['context']:,} tokens, the whole context: {size(cache['bytes_at_context'])}")

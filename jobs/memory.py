@@ -89,7 +89,7 @@ def training(
         layer += arch.heads * tokens * longest * width  # softmaxed attention weights of each row
     boundary = arch.hidden * width * tokens  # a layer's input: all that checkpointing keeps
     kept = arch.layers * (boundary if train.gradient_checkpointing else layer)
-    kept += (4 + 3 * width) * arch.hidden * tokens  # the final norm's input, its output, the loss's inputs
+    kept += 4 * arch.hidden * tokens  # the final norm's float32 input
     moment, why = _worst_moment(arch, train, tokens=tokens, supervised=supervised, layer=layer, width=width)
     kind = "NF4 with double quantization" if train.quantization == "nf4" else dtype
     held = f"{arch.layers} layer inputs, the rest is computed again" if train.gradient_checkpointing else "all layers"
@@ -147,7 +147,7 @@ def _worst_moment(
     """Bytes on top of what is kept, at the loss or in a layer's backward pass, whichever is more."""
     chunk = min(supervised, HEAD_CHUNK)
     copies = 2 if supervised <= HEAD_CHUNK else 3  # float32 logits, their exponentials, the chunk before
-    loss = 4 * copies * chunk * arch.vocab
+    loss = 4 * copies * chunk * arch.vocab + width * arch.hidden * (tokens + 2 * supervised)  # hidden states, gradients
     weight = width * arch.hidden * arch.intermediate if train.quantization == "nf4" else 0  # dequantized for use
     backward = (2 * width * arch.intermediate + 8 * arch.hidden) * tokens + weight
     if train.gradient_checkpointing:

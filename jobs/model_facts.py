@@ -37,7 +37,7 @@ def of_directory(path: Path) -> dict[str, Any]:
     """Facts of a model or adapter directory. Keys: kind, path, files, problems, missing, and one per section."""
     found = [file for file in sorted(path.iterdir()) if file.is_file()]
     files = [{"name": file.name, "bytes": file.stat().st_size, "role": role(file.name)} for file in found]
-    names = {file["name"] for file in files}
+    names = {file.name for file in found}
     problems: list[str] = []
     kind = "adapter" if "adapter_config.json" in names else "model"
     facts: dict[str, Any] = {"kind": kind, "path": str(path), "files": files, "problems": problems}
