@@ -19,8 +19,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Generator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ def start(config: Config) -> Head:
         except BaseException:
             _end_leftovers()
             raise
-        _write(Head(**{**asdict(head), "ready": True}))
+        _write(replace(head, ready=True))
         return head
 
 
@@ -153,12 +153,13 @@ def _init(**arguments: Any) -> None:
     import logging
 
     import ray
+    from ray import _raylet
     from ray._private import ray_constants
-    from ray._raylet import Config as RayConfig
 
     # Both were read from the environment if something imported ray before us.
     ray_constants.ENABLE_RAY_CLUSTER = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1") != "0"
-    RayConfig.initialize("")
+    raylet: Any = _raylet  # compiled, without types
+    raylet.Config.initialize("")
     try:
         ray.init(logging_level=logging.WARNING, **arguments)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -239,8 +240,9 @@ def _state() -> Path:
 
 def _read() -> Head | None:
     try:
-        found = json.loads(_state().read_text(encoding="utf-8"))
-        return Head(**{**found, "ports": tuple(found["ports"])})
+        found: dict[str, Any] = json.loads(_state().read_text(encoding="utf-8"))
+        ports: list[int] = found.pop("ports")
+        return Head(**found, ports=tuple(ports))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -257,7 +259,7 @@ def _write(head: Head) -> None:
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _alone() -> Generator[None]:
     """One start or stop at a time per root."""
     with open(environment.folder() / "lock", "w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)

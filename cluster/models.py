@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -374,7 +374,7 @@ def _bytes_under(folder: Path) -> int:
 
 
 @contextlib.contextmanager
-def _alone(cache: Path, name: str) -> Iterator[None]:
+def _alone(cache: Path, name: str) -> Generator[None]:
     """Hold the cache's lock of one model: two processes that want it download it once."""
     try:
         (cache / "locks").mkdir(parents=True, exist_ok=True)
