@@ -19,7 +19,7 @@ from jobs import config as config_module
 from jobs.config import Config
 from jobs.errors import UserError
 from jobs.progress import Progress, say
-from jobs.serve_spec import base_url, check_model, make_spec, needs_key
+from jobs.serve_spec import base_url, check_model, make_spec, mounted, needs_key
 
 if TYPE_CHECKING:
     from serve_app.app import Spec
@@ -27,11 +27,22 @@ if TYPE_CHECKING:
 START_ERROR = "rankline could not start the engine: "  # as serve_app.replica words it
 
 
-def run(config: Config) -> artifacts.Artifact:
-    """Deploy this run's merged model; returns its artifact once the service answers a chat request."""
-    merged = artifacts.read(artifacts.location(config, "merge"))
-    url = deploy(config, merged.path / "model")
-    say("serve", f"{config.serve.served_model_name} answers at {url}/v1. Try:\n{curl(config, url)}")
+def run(config: Config) -> Any:
+    """Deploy this run's merged model, or the base with serve.adapters mounted, and wait until it answers a chat.
+
+    Returns the artifact of the merged model; None when adapters are mounted.
+    """
+    merged = None
+    if config.serve.adapters:
+        from cluster import models
+
+        model = models.fetch(config).path
+    else:
+        merged = artifacts.read(artifacts.location(config, "merge"))
+        model = merged.path / "model"
+    url = deploy(config, model)
+    names = ", ".join([config.serve.served_model_name, *config.serve.adapters])
+    say("serve", f"{names} at {url}/v1. Try:\n{curl(config, url)}")
     return merged
 
 
@@ -42,12 +53,13 @@ def deploy(config: Config, model: Path) -> str:
     start, and for a broken model directory, a port in use, or no running cluster.
     """
     check_model(model)
+    adapters = mounted(config, model)
     cli.offline(config)
     _connect(config)
     from serve_app import app
 
     spec = make_spec(config, model)
-    user_config = {"keys": serve_state.accepted_keys(required=spec.require_key)}
+    user_config = {"keys": serve_state.accepted_keys(required=spec.require_key), "adapters": adapters}
     return _put_up(config, spec, app.sources(), user_config)
 
 
@@ -60,7 +72,7 @@ def rollback(config: Config) -> str:
     spec = app.Spec(**entry["spec"])
     check_model(Path(spec.model))
     say("serve", f"going back to {spec.served_model_name} from {spec.model}")
-    user_config = {"keys": serve_state.accepted_keys(required=spec.require_key)}
+    user_config = {"keys": serve_state.accepted_keys(required=spec.require_key), "adapters": entry["adapters"]}
     url = _put_up(config, spec, {name: text.encode() for name, text in entry["code"].items()}, user_config)
     return url
 
@@ -186,7 +198,7 @@ def _push_keys(config: Config) -> None:
     if app.APP not in serve.status().applications:
         return
     spec = app.Spec(**entry["spec"])
-    user_config = {"keys": serve_state.accepted_keys(required=spec.require_key)}
+    user_config = {"keys": serve_state.accepted_keys(required=spec.require_key), "adapters": entry["adapters"]}
     _submit(spec, {name: text.encode() for name, text in entry["code"].items()}, user_config)
     say("serve", "the running service takes the change over within a second")
 

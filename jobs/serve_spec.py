@@ -21,6 +21,9 @@ NOT_OURS = {
 }  # fmt: skip
 
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM allows for max_lora_rank
+
+
 def make_spec(config: Config, model: Path) -> "Spec":
     """What to deploy. Needs an initialized Ray, whose resources decide between GPU and CPU."""
     import ray
@@ -91,7 +94,33 @@ def engine_flags(config: Config, model: Path, *, on_gpus: bool) -> dict[str, Any
         flags["gpu_memory_utilization"] = wanted.gpu_memory_utilization
     else:
         flags["kv_cache_memory_bytes"] = int(wanted.kv_cache_gib * 2**30)
+    if wanted.adapters:
+        from jobs import adapters
+
+        most = max(adapters.read(Path(resolve_storage(path))).max_rank for path in wanted.adapters.values())
+        if most > LORA_RANKS[-1]:
+            raise UserError(
+                f"serve.adapters: rank {most} is over {LORA_RANKS[-1]}, the largest that vLLM mounts: merge it"
+            )
+        flags["enable_lora"] = True
+        flags["max_lora_rank"] = next(rank for rank in LORA_RANKS if rank >= most)
+        flags["max_loras"] = 1 << len(wanted.adapters).bit_length()  # room to replace one without a restart
     return flags | wanted.engine_args
+
+
+def mounted(config: Config, base: Path) -> list[dict[str, str]]:
+    """The adapters to serve beside `base`, each validated against it first; the version is a hash of its files."""
+    from jobs import adapter_fit, artifacts
+
+    found: list[dict[str, str]] = []
+    for name, where in config.serve.adapters.items():
+        path = Path(resolve_storage(where))
+        if name == config.serve.served_model_name:
+            raise UserError(f"serve.adapters: {name!r} is serve.served_model_name, the base's own name: choose another")
+        adapter_fit.check_mountable(adapter_fit.validate(path, base))
+        hashes = [artifacts.sha256_file(file) for file in sorted(path.glob("adapter_*"))]
+        found.append({"name": name, "version": artifacts.sha256_json(hashes)[:12], "path": str(path)})
+    return found
 
 
 def check_flags(given: Iterable[str]) -> None:

@@ -49,8 +49,8 @@ def sources() -> dict[str, bytes]:
 def build(spec: Spec, *, user_config: dict[str, Any], code: Mapping[str, bytes] | None = None) -> Any:
     """The bound Serve application of `spec`; needs an initialized Ray.
 
-    `user_config` reaches running replicas without a restart. `code` is what `sources` returned at an earlier
-    deployment; None takes today's.
+    `user_config` ({"keys": [...], "adapters": [...]}) reaches running replicas without a restart. `code` is what
+    `sources` returned at an earlier deployment; None takes today's.
     """
     from ray import cloudpickle, serve
 
@@ -110,8 +110,8 @@ class Shell:
     async def __serve_build_asgi_app__(self) -> Any:
         return self._replica.app
 
-    def reconfigure(self, user_config: dict[str, Any]) -> None:
-        self._replica.reconfigure(user_config)
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        await self._replica.reconfigure(user_config)
 
     async def check_health(self) -> None:
         await self._replica.check_health()

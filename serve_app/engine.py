@@ -7,6 +7,7 @@ with the replica, and the engine with the fork server, however the replica ends:
 """
 
 import ctypes
+import itertools
 import json
 import multiprocessing
 import multiprocessing.context
@@ -14,7 +15,7 @@ import os
 import signal
 import time
 import types
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -26,6 +27,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+from vllm.entrypoints.serve.engine.protocol import ModelList
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -61,9 +65,44 @@ class Engine:
         """Requests in the engine, waiting and running; one with n answers counts n."""
         return self.llm.get_num_unfinished_requests()
 
+    async def mount(self, adapters: Sequence[Mapping[str, str]]) -> None:
+        """Serve exactly these adapters ({"name", "version", "path"}) beside the model.
+
+        One is loaded before its name points to it, and each version has a name and id of its own in the engine, which
+        keys cached prefixes by the name: a request under way ends on the version that it began with. RuntimeError
+        when the engine refuses one.
+        """
+        served: dict[str, LoRARequest] = self.app.state.openai_serving_models.lora_requests
+        for adapter in adapters:
+            inner = f"{adapter['name']}@{adapter['version']}"
+            now = served.get(adapter["name"])
+            if now is None or now.lora_name != inner:
+                request = LoRARequest(lora_name=inner, lora_int_id=next(_ADAPTER_IDS), lora_path=adapter["path"])
+                await self.llm.add_lora(request)
+                served[adapter["name"]] = request
+        for name in served.keys() - {adapter["name"] for adapter in adapters}:
+            del served[name]
+
     def shutdown(self) -> None:
         """Stop EngineCore and wait until it is gone; blocks for some seconds."""
         self.llm.shutdown()
+
+
+class Models(OpenAIServingModels):
+    """vLLM's list of models, showing adapters under their public names (without the version)."""
+
+    def model_name(self, lora_request: LoRARequest | None = None) -> str:
+        name = super().model_name(lora_request)
+        return name if lora_request is None else name.rpartition("@")[0]
+
+    async def show_available_models(self) -> ModelList:
+        shown = await super().show_available_models()
+        for card, name in zip(shown.data[len(self.base_model_paths) :], self.lora_requests, strict=True):
+            card.id = name
+        return shown
+
+
+_ADAPTER_IDS = itertools.count(1)
 
 
 async def start(flags: Mapping[str, Any]) -> Engine:
@@ -77,6 +116,7 @@ async def start(flags: Mapping[str, Any]) -> Engine:
     usage = UsageContext.OPENAI_API_SERVER
     vllm_config = engine_args.create_engine_config(usage_context=usage)
     engine_utils.get_mp_context = ForkServer
+    app_state.OpenAIServingModels = Models
     pulse: list[Pulse] = []
 
     def observe(config: VllmConfig, index: int) -> Pulse:

@@ -29,7 +29,6 @@ class Replica:
         self.engine: Engine | None = None
         self.app: Guard | None = None
         self._code_path = code_path
-        self._keys = Keyring([])
         self._watch: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -47,7 +46,7 @@ class Replica:
         self.app = Guard(
             self.engine.app,
             load=self.engine,
-            keys=self._keys,
+            keys=Keyring([]),
             require_key=self.spec["require_key"],  # from the first moment: the keys themselves come with reconfigure
             max_requests=self.spec["max_requests"],
             max_body_bytes=self.spec["max_body_bytes"],
@@ -60,11 +59,13 @@ class Replica:
             flush=True,
         )
 
-    def reconfigure(self, user_config: dict[str, Any] | None) -> None:
-        """Take over what may change while serving: the API keys."""
-        self._keys = keyring((user_config or {}).get("keys", []))
-        if self.app is not None:
-            self.app.keys = self._keys
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Take over what may change while serving: the API keys and the mounted adapters."""
+        assert self.engine is not None
+        assert self.app is not None
+        self.app.keys = keyring(user_config["keys"])
+        if self.spec["flags"].get("enable_lora"):
+            await self.engine.mount(user_config["adapters"])
 
     async def check_health(self) -> None:
         """Raise when the engine is dead or hangs; Serve then replaces this replica. O(1)."""
