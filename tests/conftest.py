@@ -47,10 +47,27 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True)
 class Server:
-    """A running service: its base URL (http://127.0.0.1:PORT) and the model name that it serves."""
+    """A running service: its base URL (http://127.0.0.1:PORT), the model name that it serves, and the process that
+    started all of its processes."""
 
     url: str
     model: str
+    process: "subprocess.Popen[str]"
+
+    def redeploy(self, *overrides: str) -> None:
+        """Deploy again with further config overrides, and wait until it answers."""
+        self._ask(list(overrides))
+
+    def rollback(self) -> None:
+        """Put the previous deployment back."""
+        self._ask("rollback")
+
+    def _ask(self, what: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(what) + "\n")
+        self.process.stdin.flush()
+        reply = _reply(self.process)
+        assert "error" not in reply, reply["error"]
 
 
 @pytest.fixture(scope="session")
@@ -69,53 +86,18 @@ def start_server(model: Path, *overrides: str) -> Iterator[Server]:
     command = [sys.executable, "-m", "tests.server_process", str(model), f"serve.port={port}", *overrides]
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
-        lines: list[str] = []
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield Server(url=json.loads(line)["url"], model=json.loads(line)["model"])
-                break
-            lines.append(line)
-        else:
-            pytest.fail("the test server did not start:\n" + "".join(lines))
+        reply = _reply(process)
+        assert "error" not in reply, reply["error"]
+        yield Server(url=reply["url"], model=reply["model"], process=process)
     finally:
         process.communicate(timeout=60)  # closes its standard input, which ends it
 
 
-@dataclass(frozen=True)
-class Head:
-    """A local head from `python -m cluster.local start`: its root, its overrides, and an environment to join it."""
-
-    root: Path
-    overrides: tuple[str, ...]
-    environment: dict[str, str]
-    said: str
-
-
-@pytest.fixture(scope="session")
-def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
-    """A real head on ports of its own, started as on an awkward machine: a batch system's long TMPDIR, a proxy that
-    refuses loopback, and no home directory."""
-    from cluster import processes
-
-    root = tmp_path_factory.mktemp("head")
-    scratch = root / ("slurm_jobdir/1234567/node0042/local-nvme-scratch/" + "t" * 40)
-    scratch.mkdir(parents=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NO_PROXY"))}
-    for name in ("HOME", "no_proxy"):
-        environment.pop(name, None)
-    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
-        environment[name] = "http://127.0.0.1:9"
-    environment |= {"RANKLINE_ROOT": str(root), "TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
-    overrides = (f"serve.port={processes.free_port()}", f"cluster.dashboard_port={processes.free_port()}")
-    command = [sys.executable, "-m", "cluster.local"]
-
-    def run(action: str) -> str:
-        done = subprocess.run([*command, action, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    try:
-        yield Head(root, overrides, environment, run("start"))
-    finally:
-        run("stop")
+def _reply(process: "subprocess.Popen[str]") -> dict[str, str]:
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        if line.startswith("{"):
+            return json.loads(line)
+        lines.append(line)
+    return {"error": "the test server ended:\n" + "".join(lines)}

@@ -1,7 +1,8 @@
 """A real service for tests, in a process of its own: python -m tests.server_process MODEL [key=value ...]
 
 Starts a private Ray (no dashboard), deploys MODEL through jobs.serve, prints one line of JSON {"url", "model"} and
-stays until its standard input closes; then it takes down what it started.
+stays until its standard input closes; then it takes down what it started. A line on its input is a list of further
+overrides to deploy with, or "rollback"; either is answered with such a line of JSON, or {"error": ...}.
 """
 
 import json
@@ -9,7 +10,10 @@ import logging
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+
+from jobs.errors import UserError
 
 
 def main() -> None:
@@ -33,12 +37,24 @@ def main() -> None:
         object_store_memory=256 << 20, _temp_dir=str(place),
     )  # fmt: skip
     try:
-        url = serve.deploy(config, Path(model))
-        print(json.dumps({"url": url, "model": config.serve.served_model_name, "ray": str(place)}), flush=True)
-        sys.stdin.read()
+        answer(lambda: serve.deploy(config, Path(model)), config.serve.served_model_name)
+        for line in sys.stdin:
+            asked = json.loads(line)
+            if asked == "rollback":
+                answer(lambda: serve.rollback(config), config.serve.served_model_name)
+            else:
+                new = config_module.load("jobs/configs/laptop.yaml", [*overrides, *asked])
+                answer(lambda new=new: serve.deploy(new, Path(model)), new.serve.served_model_name)
     finally:
         ray_serve.shutdown()
         ray.shutdown()
+
+
+def answer(action: Callable[[], str], model: str) -> None:
+    try:
+        print(json.dumps({"url": action(), "model": model}), flush=True)
+    except UserError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
 
 
 if __name__ == "__main__":

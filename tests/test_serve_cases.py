@@ -40,7 +40,7 @@ NAMED = {
     "c16_limits_and_stream_options": {
         "f": ["1024"], "i": ["stream_options"], "m": ["n"], "q": ["seed"], "t": ["logprobs"], "u": ["20"],
     },
-    "c18_ids_out_of_vocab": {"a": ["stop_token_ids"], "c": ["logit_bias"], "h": ["vocab"], "i": ["vocab"]},
+    "c18_ids_out_of_vocab": {"a": ["stop_token_ids"], "c": ["logit_bias"], "h": ["vocab"], "i": ["prompt"]},
     "c19_structured_sequence": {},
 }  # fmt: skip
 
