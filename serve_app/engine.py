@@ -219,7 +219,26 @@ def run_child(*, environ: Mapping[str, str], target: Any, kwargs: Mapping[str, A
     die_with_parent()
     os.environ.clear()
     os.environ.update(environ)
+    if current_platform.is_cuda() and not cuda_works():
+        # Something that we import has begun to use CUDA in the fork server, which no fork survives.
+        print("CUDA was touched before the fork: importing once more in a process of its own", flush=True)
+        process = multiprocessing.get_context("spawn").Process(target=run_spawned, args=(target, dict(kwargs)))
+        process.start()
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        process.join()
+        raise SystemExit(process.exitcode)
     target(**kwargs)
+
+
+def run_spawned(target: Any, kwargs: dict[str, Any]) -> None:
+    """Body of EngineCore's process where it could not be forked."""
+    die_with_parent()
+    target(**kwargs)
+
+
+def cuda_works() -> bool:
+    """Whether this process may use CUDA; the engine initializes it next in any case."""
+    return ctypes.CDLL("libcuda.so.1").cuInit(0) == 0
 
 
 def die_with_parent() -> None:
