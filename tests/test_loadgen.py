@@ -284,6 +284,16 @@ def test_open_loop_counts_from_the_schedule(stub: str) -> None:
     in_quiet(check)
 
 
+def test_one_client_runs_level_after_level(stub: str) -> None:
+    # An earlier level's "ready" must not be taken for the next one's, or the starting signal gets lost.
+    hand = runner.here(server_for(stub, first_ms=1, gap_ms=1, chunks=2))
+    requests = requests_for(server_for(stub, first_ms=1, gap_ms=1, chunks=2), 2)
+    for _ in range(8):
+        (outcome,) = runner.drive([hand], [runner.Plan(requests, concurrency=2, warmups=requests[:1])], lambda _: None)
+        assert len(outcome.records) == 2
+    hand.stop()
+
+
 def test_two_clients_start_together_and_share_the_load(stub: str) -> None:
     requests = requests_for(server_for(stub), 8)
     hands = [runner.here(server_for(stub)) for _ in range(2)]

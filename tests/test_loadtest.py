@@ -326,14 +326,15 @@ def test_two_clients_as_ray_actors_share_a_level(play: Start, tmp_path: Path, mo
     import ray
 
     monkeypatch.setenv("RANKLINE_ROOT", str(tmp_path))
-    few = ("load.levels=[4]", "load.num_prompts=8", "load.input_len=512", "load.output_len=16", "load.num_clients=2")
+    few = ("load.levels=[4,2]", "load.num_prompts=8", "load.input_len=512", "load.output_len=16", "load.num_clients=2")
     try:
-        row = measure(play("c23_short_outputs"), tmp_path, *few)
+        made = loadtest.run(against(play("c23_short_outputs"), tmp_path, *few))
     finally:
         ray.shutdown()
-    assert row["completed"] == 8
-    assert row["total_output_tokens"] == 4 * 9 + 4 * 16
-    assert row["max_concurrent_requests"] == 4
+    rows = json.loads((made.path / "results.json").read_text())
+    assert [row["completed"] for row in rows] == [8, 8]
+    assert [row["total_output_tokens"] for row in rows] == [4 * 9 + 4 * 16] * 2
+    assert [row["max_concurrent_requests"] for row in rows] == [4, 2]
 
 
 def test_a_server_of_another_model_than_the_runs_is_refused(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ waits for the moment that `go` names.
 import asyncio
 import gc
 import time
+import uuid
 from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jobs.errors import UserError
@@ -35,6 +36,7 @@ class Plan:
     concurrency: int | None = None
     offsets: Sequence[float] | None = None
     warmups: Sequence[Request] = ()
+    token: str = ""  # names this run of the plan, so that an earlier run's status is not taken for this one's
 
 
 @dataclass
@@ -57,12 +59,14 @@ class Status:
     chunks: int = 0
     ttft_ms: float | None = None  # of the latest answer
     warmup_failure: str | None = None
+    token: str = ""
 
 
 @dataclass
 class _State:
     """What the thread that drives and the threads that ask share."""
 
+    token: str = ""
     start: float | None = None  # seconds since the epoch, once `go` was called
     ready: bool = False
     stopped: bool = False
@@ -95,7 +99,7 @@ class Driver:
         """Warm up, wait for `go`, send every request, and return when the last answer has ended."""
         import uvloop
 
-        self._state = _State()
+        self._state = _State(plan.token)
         collecting = gc.isenabled()
         gc.collect()
         gc.disable()  # a collection in the middle would show as the server's latency
@@ -118,7 +122,7 @@ class Driver:
         """How far the running plan is."""
         s = self._state
         ttft = None if s.last is None or s.last.first_token is None else (s.last.first_token - s.last.scheduled) * 1000
-        return Status(s.ready, s.done, s.failed, s.chunks, ttft, s.warmup_failure)
+        return Status(s.ready, s.done, s.failed, s.chunks, ttft, s.warmup_failure, s.token)
 
 
 async def _run(server: Server, plan: Plan, state: _State, keep_text: bool) -> Outcome:
@@ -259,10 +263,12 @@ def on_ray(server: Server, *, keep_text: bool = False, num_cpus: float = 0.0) ->
 
 def drive(hands: Sequence[Hand], plans: Sequence[Plan], watch: Callable[[list[Status]], None]) -> list[Outcome]:
     """Run one level: every hand its plan, started at one moment. `watch` sees the states about twice a second."""
-    futures = [hand.run(plan) for hand, plan in zip(hands, plans, strict=True)]
+    token = uuid.uuid4().hex
+    futures = [hand.run(replace(plan, token=token)) for hand, plan in zip(hands, plans, strict=True)]
     started = False
     while not all(f.done() for f in futures):
         states = [hand.status() for hand, f in zip(hands, futures, strict=True) if not f.done()]
+        states = [s for s in states if s.token == token]  # one that has yet to begin still tells of its last level
         if not started and len(states) == len(hands) and all(s.ready for s in states):
             for hand in hands:
                 hand.go(time.time() + START_DELAY_S)
