@@ -56,7 +56,7 @@ def ask(server: Server, count: int = 1) -> list[Record]:
         return loop.run(run())
 
 
-def in_quiet(check: Callable[[], None], tries: int = 4) -> None:
+def in_quiet(check: Callable[[], None], tries: int = 6) -> None:
     """A wrong clock is wrong every time; a busy machine only sometimes. So a timed check may be repeated."""
     for _ in range(tries - 1):
         try:
