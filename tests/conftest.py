@@ -101,3 +101,42 @@ def _reply(process: "subprocess.Popen[str]") -> dict[str, str]:
             return json.loads(line)
         lines.append(line)
     return {"error": "the test server ended:\n" + "".join(lines)}
+
+
+@dataclass(frozen=True)
+class Head:
+    """A local head from `python -m cluster.local start`: its root, its overrides, and an environment to join it."""
+
+    root: Path
+    overrides: tuple[str, ...]
+    environment: dict[str, str]
+    said: str
+
+
+@pytest.fixture(scope="session")
+def head(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Head]:
+    """A real head on ports of its own, started as on an awkward machine: a batch system's long TMPDIR, a proxy that
+    refuses loopback, and no home directory."""
+    from cluster import processes
+
+    root = tmp_path_factory.mktemp("head")
+    scratch = root / ("slurm_jobdir/1234567/node0042/local-nvme-scratch/" + "t" * 40)
+    scratch.mkdir(parents=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "NO_PROXY"))}
+    for name in ("HOME", "no_proxy"):
+        environment.pop(name, None)
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        environment[name] = "http://127.0.0.1:9"
+    environment |= {"RANKLINE_ROOT": str(root), "TMPDIR": str(scratch), "HF_HUB_OFFLINE": "1"}
+    overrides = (f"serve.port={processes.free_port()}", f"cluster.dashboard_port={processes.free_port()}")
+    command = [sys.executable, "-m", "cluster.local"]
+
+    def run(action: str) -> str:
+        done = subprocess.run([*command, action, *overrides], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    try:
+        yield Head(root, overrides, environment, run("start"))
+    finally:
+        run("stop")
