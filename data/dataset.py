@@ -30,7 +30,7 @@ def rules_for(data: "Data", spans: Sequence[Span], card_spans: Sequence[Span]) -
 
     Raises UserError when no format fits, or naming the bad cards.
     """
-    name: str | None = data.format
+    name = data.format
     if data.format == "auto":
         heads = {span.source.uri: span for span in reversed(spans)}
         first = [raw for span in heads.values() for raw in islice(reading.read(span), 20)]

@@ -29,6 +29,7 @@ COPYING_TEMPLATES = {
     "87a2728cb8dc9fe424d624542f6060ec05a1d285ebbec578bb078900e33396b5": "Qwen3",
 }
 PROBE = "Probe"
+FIRST_TURNS = 4096
 
 
 class Text(NamedTuple):
@@ -106,6 +107,7 @@ class Renderer:
         self.lead, self.end_of_turn, self.end_id = self._end_of_turn()
         self.copies = hashlib.sha256(assets.template.encode()).hexdigest() in COPYING_TEMPLATES
         self._shapes: dict[tuple[str, ...], tuple[list[str], str]] = {}
+        self._firsts: dict[str, list[int]] = {}
         self.splits = self._splits()
 
     def text(self, messages: Sequence[Message], answer: str) -> Text | Problem:
@@ -168,14 +170,27 @@ class Renderer:
 
         None where the tokenizer joins the end of the prompt with the start of the answer, so that no mask is right.
         """
-        prompts = self._ids([text.prompt for text in texts])
         if self.splits:
+            prompts = self._prompt_ids([text.prompt for text in texts])
             return list(zip(prompts, self._ids([text.answer for text in texts]), strict=True))
+        prompts = self._ids([text.prompt for text in texts])
         whole = self._ids([text.prompt + text.answer for text in texts])
         return [
             (head, ids[len(head) :]) if ids[: len(head)] == head else None
             for head, ids in zip(prompts, whole, strict=True)
         ]
+
+    def _prompt_ids(self, prompts: Sequence[str]) -> list[list[int]]:
+        """Encodes the first turn, which is the same system message in many rows, once for all of them."""
+        turns = [prompt.partition(self.end_of_turn) for prompt in prompts]
+        firsts = [first + end for first, end, _ in turns]
+        if new := list({first for first in firsts if first not in self._firsts}):
+            if len(self._firsts) > FIRST_TURNS:
+                self._firsts.clear()
+                new = list(set(firsts))
+            self._firsts |= dict(zip(new, self._ids(new), strict=True))
+        rests = self._ids([rest for _, _, rest in turns])
+        return [self._firsts[first] + rest for first, rest in zip(firsts, rests, strict=True)]
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
@@ -213,14 +228,14 @@ class Renderer:
         return self._shapes[roles]
 
     def _splits(self) -> bool:
-        """Whether prompt and answer tokenized apart give the ids of both together: then each is encoded once, and
-        the prompt's ids are the server's whatever the answer starts with."""
+        """Whether text tokenized apart, before the answer and after the first turn, gives the ids of the whole. Then
+        each piece is encoded once, and the prompt's ids are the server's whatever the answer starts with."""
         prompt = self.prompt([{"role": "user", "content": "Question"}]) + self.lead
         answers = ["A", "a b", "1", "é", "你好", "ア", "-", "(", '"', "👍"]
-        apart = self._ids([prompt, *answers])
-        return all(
-            both == apart[0] + one
-            for both, one in zip(self._ids([prompt + a for a in answers]), apart[1:], strict=True)
+        apart = self._ids(answers)
+        whole = self._ids([prompt, *(prompt + answer for answer in answers)])
+        return self._prompt_ids([prompt]) == whole[:1] and all(
+            both == whole[0] + one for both, one in zip(whole[1:], apart, strict=True)
         )
 
 

@@ -7,7 +7,7 @@ that was made from that.
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,15 +142,23 @@ def verify(path: Path) -> str:
 
 
 def _checked(path: Path, split: str) -> Iterator[Any]:
+    import numpy as np
+
     for file, table in tables(path, split):
-        names = ("input_ids", "loss_mask", "length", "prompt_length")
-        for row, values in enumerate(_zipped(table, names)):
-            tokens, mask, length, prompt = values
-            if len(tokens) != length or mask != [0] * prompt + [1] * (length - prompt) or prompt >= length:
-                raise UserError(f"{file}: row {row}: its loss mask does not cover the answer: prepare it again")
+        start = 0
+        for batch in table.to_batches():
+            columns: dict[str, Any] = dict(zip(batch.schema.names, batch.columns, strict=True))
+            length, prompt = columns["length"].to_numpy(), columns["prompt_length"].to_numpy()
+            fits = (prompt > 0) & (prompt < length)
+            for name in ("input_ids", "loss_mask"):
+                fits &= np.diff(columns[name].offsets.to_numpy()) == length
+            if fits.all():
+                mask = columns["loss_mask"].flatten().to_numpy()
+                wanted = np.repeat(np.tile([0, 1], len(length)), np.stack([prompt, length - prompt], axis=1).ravel())
+                differ = np.flatnonzero(mask != wanted)
+                fits[np.searchsorted(np.cumsum(length), differ, side="right")] = False
+            if not fits.all():
+                row = start + int(np.flatnonzero(~fits)[0])
+                raise UserError(f"{file}: row {row}: its loss mask does not cover just the answer: prepare it again")
+            start += batch.num_rows
         yield row_digests(table)
-
-
-def _zipped(table: "pa.Table", names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    for batch in table.select(list(names)).to_batches(max_chunksize=1024):
-        yield from zip(*(column.to_pylist() for column in batch.columns), strict=True)

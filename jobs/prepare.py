@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -174,7 +175,8 @@ def write(
     waiting: dict[str, list[pa.Table]] = {split: [] for split in snapshot.SPLITS}
     rows, written = dict.fromkeys(snapshot.SPLITS, 0), dict.fromkeys(snapshot.SPLITS, 0)
     start, last = 0, len(done) - 1
-    with Progress("prepare", len(done), unit=" parts written") as progress:
+    with Progress("prepare", len(done), unit=" parts written") as progress, ThreadPoolExecutor(2) as pool:
+        writing: list[Future[None]] = []
         for i, part in enumerate(done):
             table = load(i)
             span = slice(start, start + part.rows)
@@ -186,9 +188,12 @@ def write(
                     digests[split].append(part.arrays["digests"][chosen].tobytes())
                     rows[split] += int(chosen.sum())
                 if waiting[split] and (i == last or sum(t.num_rows for t in waiting[split]) >= FILE_ROWS):
-                    snapshot.write(draft.path, split, written[split], pa.concat_tables(waiting[split]))
+                    together = pa.concat_tables(waiting[split])
+                    writing.append(pool.submit(snapshot.write, draft.path, split, written[split], together))
                     waiting[split] = []
                     written[split] += 1
+            while len(writing) > (2 if i < last else 0):  # two files at a time, so that memory stays bounded
+                writing.pop(0).result()
             progress.update(i + 1)
     draft.numbers |= {"snapshot_hash": snapshot.combine(header, digests), "hash_header": header, "rows": rows}
 

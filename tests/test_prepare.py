@@ -349,6 +349,11 @@ def test_check_verifies_a_snapshot_and_finds_every_alteration(prepared: Prepare,
         with pytest.raises(UserError, match=str(artifact.path)):
             snapshot.verify(artifact.path)
         assert other.num_rows, name
+    masks = table.column("loss_mask").to_pylist()
+    masks[5][0] = 1
+    pq.write_table(table.set_column(3, "loss_mask", pa.array(masks, pa.list_(pa.int8()))), file)
+    with pytest.raises(UserError, match=r"part-00000.parquet: row 5: its loss mask"):
+        snapshot.verify(artifact.path)
     moved = table.take([0])
     pq.write_table(table.slice(1), file)
     rest = pq.read_table(artifact.path / "eval" / "part-00000.parquet", partitioning=None)
