@@ -64,11 +64,17 @@ def deploy(config: Config, model: Path) -> str:
 
 
 def rollback(config: Config) -> str:
-    """Put the deployment before the last back, as it was; returns the base URL."""
-    entry = serve_state.previous()
+    """Put the previous deployment back as it was, or the last that answered if a newer one failed.
+
+    Returns the base URL.
+    """
     _connect(config)
+    from ray import serve
+
     from serve_app import app
 
+    state = serve.status().applications.get(app.APP)
+    entry = serve_state.before(healthy=state is not None and state.status == "RUNNING")
     spec = app.Spec(**entry["spec"])
     check_model(Path(spec.model))
     say("serve", f"going back to {spec.served_model_name} from {spec.model}")
@@ -277,7 +283,13 @@ def _wait(config: Config, spec: "Spec", url: str, began: float) -> None:
             if state is not None:
                 messages = [d.message for d in state.deployments.values() if d.message] + [state.message]
                 if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    raise UserError(_failure(messages))
+                    kept = any(d.replica_states.get("RUNNING") for d in state.deployments.values())
+                    after = (
+                        "the former deployment goes on"
+                        if kept
+                        else "`python -m jobs.serve --rollback` puts the last back"
+                    )
+                    raise UserError(f"{_failure(messages)} ({after})")
                 if state.status == "RUNNING":
                     trouble = ask(url, spec.served_model_name, key=key, timeout_s=30)
                     if trouble is None:
@@ -287,6 +299,8 @@ def _wait(config: Config, spec: "Spec", url: str, began: float) -> None:
                             f"the service runs, but its key is not known here: set {config.load.api_key_env}"
                         )
                     note = f"waiting for an answer ({trouble[:80]})"
+                elif any(d.replica_states.get("STOPPING") for d in state.deployments.values()):
+                    note = "waiting for the former replica to finish its answers"
                 else:
                     note = "waiting for the engine to load the model"
             spent = time.monotonic() - began

@@ -58,7 +58,7 @@ def make_spec(config: Config, model: Path) -> "Spec":
         require_key=needs_key(config),
         drain_s=float(wanted.drain_timeout_s),
         env=env,
-        surge=on_gpus and free.get("GPU", 0) >= gpus,
+        surge=free.get("GPU", 0) >= gpus if on_gpus else _has_room_beside(config, model),
         autoscaling=None
         if wanted.max_replicas is None
         else {
@@ -68,6 +68,14 @@ def make_spec(config: Config, model: Path) -> "Spec":
             "scale_down_delay_s": wanted.scale_down_delay_s,
         },
     )
+
+
+def _has_room_beside(config: Config, model: Path) -> bool:
+    """Whether a second replica fits into this machine's memory, so that the first serves until it is ready."""
+    import psutil
+
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return psutil.virtual_memory().available > 1.2 * weights + (config.serve.kv_cache_gib + 3) * 2**30
 
 
 def engine_flags(config: Config, model: Path, *, on_gpus: bool) -> dict[str, Any]:

@@ -71,17 +71,16 @@ def deployed() -> dict[str, Any] | None:
     return history[-1] if history else None
 
 
-def previous() -> dict[str, Any]:
-    """The deployment before the last. UserError when there is none."""
+def before(*, healthy: bool) -> dict[str, Any]:
+    """What to go back to: the deployment before the last that answered, or that one itself if it is not healthy now.
+
+    UserError when there is none.
+    """
     history = _history()
-    if len(history) < 2:
+    wanted = 2 if healthy else 1
+    if len(history) < wanted:
         raise UserError(f"{_path()}: there is no earlier deployment to go back to")
-    return history[-2]
-
-
-def forget_last() -> None:
-    """Drop the newest entry, after a rollback."""
-    _write(_history()[:-1])
+    return history[-wanted]
 
 
 def _path() -> Path:

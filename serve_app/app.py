@@ -92,7 +92,7 @@ def build(spec: Spec, *, user_config: dict[str, Any], code: Mapping[str, bytes] 
             "policy": {"policy_function": autoscaling.QueueDepth, "policy_kwargs": settings},
         }
     deployment = serve.deployment(**options)(serve.ingress()(Shell))
-    return deployment.bind(dict(code or sources()), asdict(spec))
+    return deployment.bind(dict(code or sources()), _for_a_replica(spec))
 
 
 class Shell:
@@ -122,6 +122,14 @@ class Shell:
     async def __del__(self) -> None:
         if hasattr(self, "_replica"):
             await self._replica.stop()
+
+
+def _for_a_replica(spec: Spec) -> dict[str, Any]:
+    """What a replica needs to know. Anything that differs here starts new replicas, so the rest stays out."""
+    whole = asdict(spec)
+    for name in ("num_replicas", "autoscaling", "surge", "cpus", "drain_s"):
+        del whole[name]
+    return {**whole, "sharers": 1 if spec.gpus else spec.num_replicas}
 
 
 def _environment(spec: Spec) -> dict[str, str]:

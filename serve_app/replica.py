@@ -112,7 +112,7 @@ class Replica:
 def prepare_fork_server(spec: dict[str, Any], code_path: str) -> None:
     """Start the process that imports serve_app.engine beside us, for EngineCore to be forked from."""
     if not spec["gpus"]:
-        threads = spec["threads"] or max(1, len(os.sched_getaffinity(0)) // spec["num_replicas"])
+        threads = spec["threads"] or max(1, len(os.sched_getaffinity(0)) // spec["sharers"])
         os.environ["OMP_NUM_THREADS"] = str(threads)
         os.environ["LD_PRELOAD"] = cpu_preload()
         # vLLM's CPU back end sets these two before it spawns the engine: too late for a forked one.

@@ -110,6 +110,7 @@ def test_adapters_are_added_and_replaced_under_load_without_one_wrong_answer(bas
             assert answer.model == model
             return answer.choices[0].message.content or ""
 
+        before = [engine.pid for engine in engines(server)]
         base, first = say("base"), say("pet")
         assert base != first
         stop, seen = threading.Event(), {"base": set[str](), "pet": set[str]()}
@@ -134,7 +135,7 @@ def test_adapters_are_added_and_replaced_under_load_without_one_wrong_answer(bas
         assert changed not in (first, base)
         assert seen == {"base": {base}, "pet": {first, changed}}
         assert say("pet") == changed  # and no cached prefix of the first version
-        assert len(engines(server)) == 1
+        assert [engine.pid for engine in engines(server)] == before  # no restart
 
 
 @pytest.mark.slow
@@ -151,6 +152,9 @@ def test_a_redeployment_can_be_rolled_back_and_a_failed_one_names_its_cause(base
         assert limit() == 512
         with pytest.raises(AssertionError, match="requested memory for kv .*serve.kv_cache_gib"):
             server.redeploy("serve.kv_cache_gib=4000")
+        assert limit() == 512  # the former replica went on
+        server.rollback()  # to what answered last: nothing changes
+        assert limit() == 512
 
 
 def zero_first_layer_of(adapter: Path) -> None:
