@@ -3,7 +3,8 @@
 The prompt is what the model's own chat template renders with the generation prompt: the text that vLLM tokenizes
 for a request. The answer is what the template adds when the answer is the last turn, up to the end-of-turn token.
 Stock templates carry no generation marks, so the two are told apart here by rendering and comparing, and a template
-that leaves out or alters a turn is found out instead of trusted.
+that leaves out or alters a turn is found out instead of trusted. Where the template puts something before a plain
+answer (Qwen3 with thinking on: an empty think block), the model has to write that itself, so it is supervised too.
 """
 
 import hashlib

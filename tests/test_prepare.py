@@ -1,10 +1,13 @@
 """`prepare` on datasets that people brought, and what holds for every snapshot."""
 
 import json
+import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -401,6 +404,33 @@ def test_over_long_rows_are_refused_and_never_cut(prepared: Prepare, tmp_path: P
     assert kept.numbers["dropped"] == {"too_long": 1}
     assert kept.numbers["lengths"]["rows_over"] == 1
     assert {row["answer"] for row in rows_of(kept).values()} == {"very very very true"}
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+def test_a_run_that_is_ended_leaves_nothing_that_looks_complete(
+    number: int, status: int, tmp_path: Path, base_model: Path
+) -> None:
+    path = chats(tmp_path / "rows.jsonl", [chat(f"Is {i} a number?", "It is. " * 60) for i in range(12_000)])
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "jobs.prepare",
+        f"run.root={tmp_path / 'runs'}",
+        f"model.source={base_model}",
+    ]
+    process = subprocess.Popen(
+        [*command, f"data.path={path}"], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert b"format openai" in process.stdout.readline()
+    time.sleep(0.3)
+    process.send_signal(number)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert b"Traceback" not in error
+    assert list(tmp_path.rglob("manifest.json")) == []
+    assert os.listdir(tmp_path) == ["rows.jsonl"]
 
 
 # Splits
