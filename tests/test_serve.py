@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from jobs import config as config_module
-from jobs import serve
+from jobs import serve, serve_wait
 from tests.conftest import Server
 
 
@@ -135,4 +135,4 @@ def test_a_port_in_use_is_named() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ValueError, match=str(port)):
-            serve.check_port_is_free("127.0.0.1", port)
+            serve_wait.check_port_is_free("127.0.0.1", port)
