@@ -71,11 +71,21 @@ def make_spec(config: Config, model: Path) -> "Spec":
 
 
 def _has_room_beside(config: Config, model: Path) -> bool:
-    """Whether a second replica fits into this machine's memory, so that the first serves until it is ready."""
+    """Whether a second replica fits into this machine's memory, so that the first serves until it is ready.
+
+    UserError when not even one does.
+    """
     import psutil
 
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    return psutil.virtual_memory().available > 1.2 * weights + (config.serve.kv_cache_gib + 3) * 2**30
+    needed = 1.2 * weights + config.serve.kv_cache_gib * 2**30
+    memory = psutil.virtual_memory()
+    if needed > memory.total:
+        raise UserError(
+            f"{needed / 2**30:.1f} GiB for the weights and serve.kv_cache_gib {config.serve.kv_cache_gib:g} are over "
+            f"this machine's {memory.total / 2**30:.1f} GiB of memory: lower serve.kv_cache_gib"
+        )
+    return memory.available > needed + 3 * 2**30
 
 
 def engine_flags(config: Config, model: Path, *, on_gpus: bool) -> dict[str, Any]:

@@ -21,12 +21,14 @@ def main() -> None:
     root = tempfile.mkdtemp(prefix="rl-test-")
     place = Path(tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp"))  # Ray's socket paths must stay under 108 bytes
 
-    from cluster import environment
+    from cluster import environment, processes
     from jobs import config as config_module
     from jobs import serve
 
     os.environ["RANKLINE_ROOT"] = root
     os.environ |= environment.variables(place, environment.token())
+    # HAProxy's last resort: by default one port for all clusters of a machine, so one would answer for another.
+    os.environ["RAY_SERVE_FALLBACK_PROXY_HTTP_PORT"] = str(processes.free_port())
     config = config_module.load("jobs/configs/laptop.yaml", overrides)
 
     import ray
