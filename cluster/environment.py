@@ -53,9 +53,24 @@ def variables(place: Path, token_path: Path) -> dict[str, str]:
     }
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
         environment["TMPDIR"] = environment["VLLM_RPC_BASE_PATH"] = str(place)
+    if not home_is_usable():
+        environment |= own_home()
     bypassed = {key: os.environ[key] for key in ("NO_PROXY", "no_proxy") if key in os.environ}
     bypass_proxies(bypassed)
     return environment | bypassed
+
+
+def home_is_usable() -> bool:
+    """Whether caches can go below HOME: it is set, is no root directory, and may be written to."""
+    home = os.environ.get("HOME", "")
+    return os.path.isabs(home) and home != "/" and os.access(home, os.W_OK)
+
+
+def own_home() -> dict[str, str]:
+    """HOME and USER for a process that has none: libraries put caches there, and ask who the user is."""
+    home = folder() / "home"
+    home.mkdir(mode=0o700, exist_ok=True)
+    return {"HOME": str(home), "USER": os.environ.get("USER") or f"uid{os.getuid()}"}
 
 
 def bypass_proxies(environment: MutableMapping[str, str]) -> None:

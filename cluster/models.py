@@ -79,6 +79,15 @@ def fetch(config: Config) -> Base:
     return _open(target, source=source, revision=revision, cache=cache)
 
 
+def present(config: Config) -> Path | None:
+    """Where the base model of `config` lies already, an own directory or the cache; None when it has to be fetched."""
+    own = Path(config_module.resolve_storage(os.path.expanduser(config.model.source)))
+    if config.model.source != SMALL and "://" not in config.model.source and own.is_dir():
+        return own
+    cached = _cache(config) / _name(config.model.source, config.model.revision)
+    return cached if (cached / LOCK).is_file() else None
+
+
 def check(path: Path) -> list[str]:
     """The weight files of a model directory, after checking that everything a model needs is there and whole.
 
