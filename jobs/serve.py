@@ -105,7 +105,7 @@ def status(config: Config) -> None:
     if state is None:
         raise UserError("nothing is deployed: `python -m jobs.serve --config FILE` deploys")
     say("serve", f"{app.APP} is {state.status}; listening on {base_url(config)}")
-    mine = [("class_name", "=", f"ServeReplica:{app.APP}:{app.DEPLOYMENT}"), ("state", "!=", "DEAD")]
+    mine: list[Any] = [("class_name", "=", f"ServeReplica:{app.APP}:{app.DEPLOYMENT}"), ("state", "!=", "DEAD")]
     replicas: list[Any] = list_actors(filters=mine, detail=True)
     for replica in replicas:
         gpus = (replica.required_resources or {}).get("GPU", 0)

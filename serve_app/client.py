@@ -38,8 +38,6 @@ class Client:
         connect_s: float = 5,
         retries: int = 4,
     ) -> None:
-        import httpx
-
         host = urlsplit(base_url).hostname or ""
         # HTTP_PROXY must not swallow what goes to this machine.
         local = host in ("localhost", "::1") or host.startswith("127.")
@@ -48,7 +46,7 @@ class Client:
             base_url=base_url.rstrip("/").removesuffix("/v1") + "/v1",
             api_key=api_key or "none",
             max_retries=0,
-            timeout=httpx.Timeout(timeout_s, connect=connect_s),
+            timeout=openai.Timeout(timeout_s, connect=connect_s),
             http_client=openai.DefaultHttpxClient(trust_env=not local),
         )
 
