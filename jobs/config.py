@@ -136,7 +136,9 @@ class Compare(Section):
     num_prompts: PositiveInt = Field(3, description="Held-out rows answered by base, adapter and merged model.")
     max_new_tokens: PositiveInt = Field(64, description="Longest answer in tokens.")
     loss_rows: PositiveInt = Field(64, description="Held-out rows, the first ones, whose loss is measured.")
-    nf4: bool = Field(True, description="Also NF4 base + adapter, where it was trained so.")
+    nf4: Literal["off", "loss", "answers"] = Field(
+        "answers", description="Also NF4 base + adapter, where it was trained so; its answers are slow without a GPU."
+    )
 
 
 class Serve(Section):

@@ -1,5 +1,7 @@
 """The base model with a LoRA adapter in it, ready to train: one function that loads, one that gives the loss."""
 
+import logging
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jobs import kernels
+from jobs import kernels, pointwise
 from jobs.config import Config
 from jobs.errors import UserError
 from jobs.packing import Packed
@@ -35,6 +37,11 @@ def load(path: Path, config: Config, *, seed: int, device: torch.device, revisio
     """
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+    from transformers.utils import logging as chatter
+
+    chatter.set_verbosity_error()
+    chatter.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
     dtype = {"bfloat16": torch.bfloat16, "float32": torch.float32}[config.model.dtype]
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": kernels.register_attention()}
@@ -46,6 +53,7 @@ def load(path: Path, config: Config, *, seed: int, device: torch.device, revisio
     base.config.use_cache = False
     lora, targets = config.lora, config.lora.target_modules
     torch.manual_seed(seed)
+    warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")
     try:
         model = get_peft_model(
             base,
@@ -68,6 +76,9 @@ def load(path: Path, config: Config, *, seed: int, device: torch.device, revisio
     wanted.base_model_name_or_path, wanted.revision = config.model.source, revision
     layers = sum(1 for name, _ in model.named_modules() if name.endswith(".lora_A"))
     fused = kernels.fuse_lora(model)
+    compiled = device.type == "cuda" if config.train.compile is None else config.train.compile
+    if compiled:
+        pointwise.fuse(base, compiled=True)
     if config.train.gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Tuned(

@@ -42,14 +42,9 @@ class Rows:
 
 def read_rows(snapshot: Path, split: str, limit: int | None = None) -> Rows:
     """Rows of a split of the snapshot, the first `limit` of them."""
-    try:
-        from data import snapshot as snapshots
+    from data import snapshot as snapshots
 
-        table = snapshots.read(snapshot, split).slice(0, limit)
-    except ImportError:
-        import pyarrow.parquet as pq
-
-        table = pq.read_table(snapshot / split).slice(0, limit)
+    table = snapshots.read(snapshot, split).slice(0, limit)
     ids, masks = table["input_ids"].to_pylist(), table["loss_mask"].to_pylist()
     return Rows([(np.asarray(i), np.asarray(m)) for i, m in zip(ids, masks, strict=True)])
 

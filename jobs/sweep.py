@@ -7,6 +7,7 @@ so that trials which wait for their workers never hold what the workers wait for
 the cluster has room for.
 """
 
+import logging
 import os
 import statistics
 from dataclasses import dataclass
@@ -60,9 +61,7 @@ def run(config: Config) -> artifacts.Artifact:
         return made
     trials = trials_of(config)
     with artifacts.create(config, "sweep", sections, inputs) as draft:
-        from cluster import local
-
-        local.connect(config)
+        train.connect(config)
         key = artifacts.sha256_json([sections, inputs])[:12]
         fitted = _tune(config, trials, key=key)
         rows = [_row(trial, fitted[trial.name].numbers) for trial in trials]
@@ -126,7 +125,9 @@ def _tune(config: Config, trials: list[Trial], *, key: str) -> dict[str, train.F
     import ray
     import ray.tune
 
-    os.environ.setdefault("TUNE_DISABLE_AUTO_CALLBACK_LOGGERS", "1")
+    # Tune's own tables and result files say less than ours, and its header comes even at verbosity 0.
+    os.environ |= {"TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1", "RAY_AIR_NEW_OUTPUT": "0"}
+    logging.getLogger("ray.tune").setLevel(logging.ERROR)
     resources = ray.cluster_resources()
     at_once = concurrency(config, cpus=resources.get("CPU", 0), gpus=resources.get("GPU", 0))
     board, work = train.post_board(), train.workspace(config)

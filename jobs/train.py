@@ -66,9 +66,7 @@ def run(config: Config) -> artifacts.Artifact:
         say("train", f"up to date: {made.path}")
         return made
     with artifacts.create(config, "train", sections, inputs) as draft:
-        from cluster import local
-
-        local.connect(config)
+        connect(config)
         board, work = post_board(), workspace(config)
         name = f"train-{artifacts.sha256_json([sections, inputs])[:12]}"
         with Progress("train") as progress:
@@ -82,6 +80,14 @@ def run(config: Config) -> artifacts.Artifact:
         draft.numbers |= fitted.numbers
     discard(work)
     return artifacts.read(artifacts.location(config, "train"))
+
+
+def connect(config: Config) -> None:
+    """Join or start Ray, with the workers' chatter left in Ray's log files: progress comes over the board."""
+    os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")
+    from cluster import local
+
+    local.connect(config)
 
 
 def fit(
@@ -107,6 +113,8 @@ def fit(
 
     # The controller looks at its workers this often; its default of 2 s is a tenth of a short run.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.5")
+    if len(ray.nodes()) == 1:  # one more process per run, and nothing to watch
+        os.environ.setdefault("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     resources = ray.cluster_resources()
     use_gpu = resources.get("GPU", 0) > 0
     needed = config.train.num_workers * config.train.cpus_per_worker
