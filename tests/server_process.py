@@ -8,6 +8,7 @@ overrides to deploy with, or "rollback"; either is answered with such a line of 
 import json
 import logging
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from jobs.errors import UserError
 
 def main() -> None:
     model, *overrides = sys.argv[1:]
+    overrides.insert(0, f"model.cache={os.getcwd()}/models")  # vLLM's caches last from one test run to the next
     root = tempfile.mkdtemp(prefix="rl-test-")
     place = Path(tempfile.mkdtemp(prefix="rl-ray-", dir="/tmp"))  # Ray's socket paths must stay under 108 bytes
 
@@ -50,6 +52,8 @@ def main() -> None:
     finally:
         ray_serve.shutdown()
         ray.shutdown()
+        for directory in (root, place):
+            shutil.rmtree(directory, ignore_errors=True)
 
 
 def answer(action: Callable[[], str], model: str) -> None:
