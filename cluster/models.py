@@ -294,6 +294,7 @@ def _from_store(uri: str, work: Path) -> None:
 
 def _from_hub(source: str, revision: str, work: Path) -> None:
     """Download a pinned revision (HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE hold) and check it by the hub's SHA-256."""
+    from httpx2 import HTTPError
     from huggingface_hub import HfApi, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, OfflineModeIsEnabled
 
@@ -302,7 +303,7 @@ def _from_hub(source: str, revision: str, work: Path) -> None:
         snapshot_download(source, revision=revision, local_dir=work, allow_patterns=HUB_FILES)
     except OfflineModeIsEnabled:
         raise UserError(f"model.source {source}: not in the cache, and HF_HUB_OFFLINE keeps it off the hub") from None
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"model.source {source}: could not download revision {revision}: {reason}. Check the name, HF_ENDPOINT, "
