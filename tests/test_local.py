@@ -58,11 +58,34 @@ def test_starting_again_keeps_the_head_that_runs(head: Head) -> None:
     assert state(head.root) == before
 
 
-def test_every_process_of_the_head_listens_on_loopback_alone(head: Head) -> None:
-    ours = set(carrying(str(state(head.root)["cluster_id"])))
-    listening = [c for c in psutil.net_connections("tcp") if c.pid in ours and c.status == psutil.CONN_LISTEN]
-    assert len(listening) >= 5
-    assert {str(c.laddr.ip).removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
+def test_every_process_of_the_head_listens_on_loopback_alone_while_serving(head: Head) -> None:
+    port = processes.free_port()
+    code = f"""
+from cluster import local
+from jobs import config
+local.connect(config.load(None), private=False)
+from ray import serve
+from ray.serve.config import HTTPOptions
+serve.start(http_options=HTTPOptions(host="127.0.0.1", port={port}))
+@serve.deployment(ray_actor_options={{"num_cpus": 0}})
+class Hello:
+    def __call__(self, request): return "hello"
+serve.run(Hello.bind(), name="hello")
+print("serving")
+"""
+    done = run(head, "-c", code)
+    try:
+        assert "serving" in done.stdout, done.stderr
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        assert direct.open(f"http://127.0.0.1:{port}/", timeout=30).read() == b"hello"
+        ours = set(carrying(str(state(head.root)["cluster_id"])))
+        listening = [c for c in psutil.net_connections("tcp") if c.pid in ours and c.status == psutil.CONN_LISTEN]
+        names = {psutil.Process(c.pid).name() for c in listening}
+        assert {"haproxy", "raylet", "gcs_server"} <= names
+        assert {str(c.laddr.ip).removeprefix("::ffff:") for c in listening} == {"127.0.0.1"}
+    finally:
+        run(head, "-c", "from cluster import local; from jobs import config; local.connect(config.load(None))\n"
+                        "from ray import serve; serve.shutdown()")  # fmt: skip
 
 
 def test_the_token_and_its_folder_are_the_users_alone(head: Head) -> None:
