@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Callable
@@ -18,6 +19,9 @@ from jobs.errors import UserError
 
 
 def main() -> None:
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # a time-out above us: take down what we started all the same
     model, *overrides = sys.argv[1:]
     overrides.insert(0, f"model.cache={os.getcwd()}/models")  # vLLM's caches last from one test run to the next
     root = tempfile.mkdtemp(prefix="rl-test-")

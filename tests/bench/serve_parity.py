@@ -18,6 +18,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -180,6 +181,7 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="no compilation; always so without a GPU")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # end both servers also when a time limit ends us
     asked.model = asked.model.resolve()
     asked.gpu = Path("/dev/nvidiactl").exists()
     asked.eager = asked.eager or not asked.gpu
