@@ -57,12 +57,13 @@ def load_pair(base: Path, adapter: Path, *, rows: int | None = None, **options: 
 
     `options` go to from_pretrained (quantization_config for NF4). The adapter keeps the precision it was saved in.
     """
-    from peft import PeftModel
+    with reload.quiet():
+        from peft import PeftModel
 
-    model, tokenizer = reload.load(base, device_map={"": device()}, **options)
-    if rows is not None and rows != model.get_input_embeddings().weight.shape[0]:
-        model.resize_token_embeddings(rows, mean_resizing=False)
-    tuned: Any = PeftModel.from_pretrained(model, str(adapter))
+        model, tokenizer = reload.load(base, device_map={"": device()}, **options)
+        if rows is not None and rows != model.get_input_embeddings().weight.shape[0]:
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        tuned: Any = PeftModel.from_pretrained(model, str(adapter))
     tuned.eval()
     return Column("base", tuned, tuned.disable_adapter), Column("adapter", tuned), tokenizer
 
@@ -175,8 +176,9 @@ def rounding_noise(model: Any, modules: set[str], *, seed: int) -> Generator[Non
 
 
 def bf16_step(weight: torch.Tensor) -> torch.Tensor:
-    """Distance between neighbouring BF16 numbers at each |weight| (8 significant bits), float32; 0 at 0."""
-    return torch.ldexp(torch.ones((), device=weight.device), torch.frexp(weight.float().abs())[1] - 8) * (weight != 0)
+    """Distance between neighbouring BF16 numbers at each |weight|, float32: 2^(exponent - 7), and 0 at 0."""
+    powers = (weight.to(torch.bfloat16).view(torch.int16) & 0x7F80).view(torch.bfloat16)  # only the exponent's bits
+    return powers.float() * 2.0**-7
 
 
 def adapted_modules(adapter: Path) -> set[str]:

@@ -37,8 +37,8 @@ def faults(texts: Sequence[str], ended: Sequence[bool], *, enable_thinking: bool
     }
 
 
-def common_prefix(one: Sequence[int], two: Sequence[int]) -> int:
-    """How many tokens two answers share from their start."""
+def common_prefix(one: Sequence[int] | Sequence[str], two: Sequence[int] | Sequence[str]) -> int:
+    """How many tokens (or words) two answers share from their start."""
     return next((i for i, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), min(len(one), len(two)))
 
 

@@ -149,7 +149,10 @@ def build(
     """
     started = time.monotonic()
     adapter = adapters.read(source.path)
-    from jobs import merging, modelfiles, reload
+    from jobs import modelfiles, reload
+
+    reload.share_cores()
+    from jobs import merging
 
     tensors = safetensors_header.read_model(base)
     merging.check_unquantized(base, tensors)

@@ -142,18 +142,22 @@ def _check(module: str, layer: Any, merged: Mapping[str, Tensor], base: Mapping[
         if found.shape != exact.shape:
             raise UserError(f"{merged[name].file}: {name} is {list(found.shape)}, not {list(exact.shape)}: merge again")
         right = exact.to(torch.bfloat16)
-        # Where W and its update cancel, float32 itself is only as good as 2^-24 of W.
-        step = torch.maximum(columns.bf16_step(right), weight.abs() * 2.0**-16).clamp_min_(2.0**-133)
-        off = (found.float() - exact).abs_() / step
-        update = exact - weight
-        size = float(update.square().sum())
-        holds = float(((right.float() - weight) * update).sum())
-        held = float(((found.float() - weight) * update).sum())
+        other = found != right
+        steps = 0.5  # an element that is bf16(T) is off by half a step at most
+        if bool(other.any()):
+            # Where W and its update cancel, float32 itself is only as good as 2^-24 of W.
+            step = torch.maximum(columns.bf16_step(right[other]), weight[other].abs() * 2.0**-16)
+            off = (found[other].float() - exact[other]).abs_() / step.clamp_min_(2.0**-133)
+            steps = float(off.max())
+        update = exact.sub_(weight).flatten()
+        size = float(update.dot(update))
+        holds = float((right.float().sub_(weight)).flatten().dot(update))
+        held = float((found.float().sub_(weight)).flatten().dot(update)) if bool(other.any()) else holds
     return Check(
         module=module,
         elements=found.numel(),
-        other=int((found != right).sum()),
-        steps=float(off.max()),
+        other=int(other.sum()),
+        steps=steps,
         scale=held / holds if holds else 1.0,
         kept=holds / size if size else 1.0,
     )

@@ -3,13 +3,18 @@
 import csv
 import json
 import random
+import re
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jobs import report_html
+from jobs import artifacts, report_html
+from jobs import config as config_module
+from jobs.config import Config
 from jobs.errors import UserError
+from jobs.progress import say
 from jobs.report_blocks import Answers, Block, Heading, Table, Text
 
 TO_FILL_IN = ("facts_right", "instruction_followed", "repetition", "cut_off", "reviewer")
@@ -20,6 +25,26 @@ NAMES = {
     "nf4": "NF4 base + adapter",
 }
 CHOICES = {"a": "left", "b": "right", "s": "same"}
+
+
+def run(config: Config, reviewer: str, *, pair: str) -> dict[str, int]:
+    """Blind review of the run's compare artifact in the terminal; choices go to <run>/reviews/<reviewer>.jsonl.
+
+    The sheet to fill in is copied beside them, since the artifact itself must not change.
+    """
+    if not re.fullmatch(r"[\w.-]{1,60}", reviewer):
+        raise UserError(f"--review {reviewer!r}: use 1 to 60 letters, digits, '.', '_' or '-'")
+    one, _, two = pair.partition(",")
+    made = artifacts.read(artifacts.location(config, "compare"))
+    answers = [json.loads(line) for line in (made.path / "answers.jsonl").read_text(encoding="utf-8").splitlines()]
+    folder = Path(config_module.resolve_storage(config.run.root)) / config.run.name / "reviews"
+    wins = blind(answers, folder / f"{reviewer}.jsonl", reviewer=reviewer, pair=(one.strip(), two.strip()))
+    sheet = folder / f"{reviewer}.csv"
+    if not sheet.exists():
+        shutil.copyfile(made.path / "review.csv", sheet)
+    counts = ", ".join(f"{name} {count}" for name, count in wins.items())
+    say("compare", f"better: {counts} (held-out rows, split {made.numbers['split']}); {sheet} is for single answers")
+    return wins
 
 
 def write(
@@ -61,6 +86,35 @@ def blocks(answers: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any], *, 
     return found
 
 
+def summary(numbers: Mapping[str, Any]) -> list[str]:
+    """What was found, in a few lines for the terminal."""
+    weights = numbers["weights"]
+    lines = [
+        f"merged is base + adapter: {weights['modules']} modules and {weights['tensors_equal']} other tensors checked, "
+        f"{weights['other_elements']} of {weights['elements']} elements not the nearest BF16 number; rounding keeps "
+        f"{weights['update_kept']:.1%} of the update",
+        f"logits of adapter and merged differ by {numbers['mean_abs_logit_difference']:.4f} in the mean and "
+        f"{numbers['max_abs_logit_difference']:.3f} at most; {numbers['tolerance_mean']:.4f} and "
+        f"{numbers['tolerance_max']:.3f} are allowed ({numbers['tolerance_how']})",
+        f"{numbers['identical_answers']} of {numbers['prompts']} answers identical; the most likely token agrees in "
+        f"{numbers['token_agreement']:.2%} of {numbers['loss_tokens']} held-out answer tokens",
+    ]
+    for name, found in numbers["loss"].items():
+        low, high = found["loss_95"]
+        line = (
+            f"held-out loss {name:<8} {found['loss']:.4f} [{low:.4f}, {high:.4f}], perplexity {found['perplexity']:.3f}"
+        )
+        if "minus_base" in found:
+            low, high = found["minus_base_95"]
+            line += f"; {found['minus_base']:+.4f} [{low:+.4f}, {high:+.4f}] against the base, paired"
+        lines.append(line)
+    for name, found in numbers["faults"].items():
+        seen = [f"{count} {kind.replace('_', ' ')}" for kind, count in found.items() if count]
+        if seen:
+            lines.append(f"answers of {name}: {', '.join(seen)} (of {numbers['prompts']})")
+    return lines
+
+
 def question(row: Mapping[str, Any]) -> str:
     """The last words of the user in a row of answers.jsonl."""
     return next((str(m["content"]) for m in reversed(row["messages"]) if m["role"] == "user"), str(row["id"]))
@@ -80,9 +134,12 @@ def blind(
     Rows judged before are left out, so a stopped review goes on. Returns wins {name: count, "same": count}. The
     order comes from reviewer and row, so going on shows the same. Raises UserError when a column is missing.
     """
+    if len(set(pair)) != 2:
+        raise UserError(f"a pair to choose from is two columns, like base,merged; found {','.join(pair)}")
     missing = [name for name in pair if any(name not in row["answers"] for row in answers)]
     if missing:
         raise UserError(f"no answers of {missing[0]!r} to review; there are {', '.join(answers[0]['answers'])}")
+    pair = (min(pair), max(pair))
     done = {(line["id"], tuple(line["pair"])): line["better"] for line in _lines(file)}
     todo = [row for row in answers if (row["id"], pair) not in done]
     file.parent.mkdir(parents=True, exist_ok=True)
