@@ -85,7 +85,10 @@ def _memory(config: Config) -> Iterator[Finding]:
 
 
 def _storage(config: Config) -> Iterator[Finding]:
-    for key, where in (("run.root", config.run.root), ("model.cache", config.model.cache)):
+    places = [("run.root", config.run.root)]
+    if models.present(config) is None:
+        places.append(("model.cache", config.model.cache))
+    for key, where in places:
         where = config_module.resolve_storage(where)
         if "://" in where:
             yield _writable_uri(key, where)

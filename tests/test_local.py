@@ -138,6 +138,30 @@ def test_loopback_is_added_to_no_proxy_and_what_was_listed_stays() -> None:
     assert variables["NO_PROXY"] == variables["no_proxy"] == "example.org,127.0.0.1,localhost,::1"
 
 
+@pytest.mark.parametrize("home", [None, "/", "/nonexistent", "relative"])
+def test_without_a_usable_home_caches_and_token_go_to_the_root_and_never_to_a_directory_called_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: str | None
+) -> None:
+    monkeypatch.setenv("RANKLINE_ROOT", str(tmp_path))
+    monkeypatch.delenv("RAY_AUTH_TOKEN_PATH", raising=False)
+    monkeypatch.delenv("HOME")
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    made = environment.variables(tmp_path, environment.token())
+    assert made["HOME"] == str(tmp_path / ".rankline" / "home")
+    assert made["USER"]
+    code = "import os, pathlib; print(pathlib.Path.home(), os.path.expanduser('~/.cache'))"
+    done = subprocess.run([sys.executable, "-c", code], env=made, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [made["HOME"], made["HOME"] + "/.cache"]
+    assert (tmp_path / ".rankline" / "token").is_file()
+
+
+def test_a_usable_home_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANKLINE_ROOT", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert "HOME" not in environment.variables(tmp_path, tmp_path / "token")
+
+
 def test_a_port_in_use_names_the_port_and_its_holder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANKLINE_ROOT", str(tmp_path))
     with socket.socket() as taken:

@@ -16,7 +16,8 @@ from tests.conftest import ROOT
 
 
 def failed(*overrides: str) -> dict[str, str]:
-    return {f.what: f.text for f in preflight.check(config.load(None, overrides)) if not f.ok}
+    cache = f"model.cache={ROOT / 'models'}"
+    return {f.what: f.text for f in preflight.check(config.load(None, [cache, *overrides])) if not f.ok}
 
 
 @pytest.fixture(autouse=True)
