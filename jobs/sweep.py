@@ -13,7 +13,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Any
 
-from jobs import artifacts, cli, train
+from jobs import artifacts, board, cli, train
 from jobs.config import Config
 from jobs.errors import UserError
 from jobs.progress import Progress, say
@@ -130,14 +130,14 @@ def _tune(config: Config, trials: list[Trial], *, key: str) -> dict[str, train.F
     logging.getLogger("ray.tune").setLevel(logging.ERROR)
     resources = ray.cluster_resources()
     at_once = concurrency(config, cpus=resources.get("CPU", 0), gpus=resources.get("GPU", 0))
-    board, work = train.post_board(), train.workspace(config)
+    posted, work = board.post(), train.workspace(config)
     orders = {
         t.name: {
             "config": train.absolute(t.config).model_dump(mode="json"),
             "name": f"{t.name}-{key}",
             "storage": work,
             "snapshot": artifacts.location(config, "prepare"),
-            "board": board,
+            "posted": posted,
             "gpus_per_worker": config.sweep.gpus_per_trial,
         }
         for t in trials
@@ -146,10 +146,16 @@ def _tune(config: Config, trials: list[Trial], *, key: str) -> dict[str, train.F
         ray.tune.with_resources(_trial, {"CPU": DRIVER_CPUS}),
         param_space={"trial": ray.tune.grid_search(list(orders)), "orders": orders},
         tune_config=ray.tune.TuneConfig(metric="eval_loss", mode="min", max_concurrent_trials=at_once),
-        run_config=ray.tune.RunConfig(name=f"tune-{key}-{os.getpid()}", storage_path=work, verbose=0),
+        run_config=ray.tune.RunConfig(
+            name=f"tune-{key}-{os.getpid()}",
+            storage_path=work,
+            verbose=0,
+            # A trial that is killed starts anew, and its training run goes on from its own checkpoint.
+            failure_config=ray.tune.FailureConfig(max_failures=config.train.max_failures),
+        ),
     )
-    with Progress("sweep") as progress:
-        grid = train.watch(tuner.fit, lambda: _show(progress, train.latest(board), len(trials)))
+    teller = _Teller(len(trials))
+    grid = board.watch(tuner.fit, lambda: teller.show(board.latest(posted)))
     fitted: dict[str, train.Fitted] = {}
     for result in grid:
         if result.error is not None:
@@ -162,12 +168,10 @@ def _tune(config: Config, trials: list[Trial], *, key: str) -> dict[str, train.F
 
 def _trial(params: dict[str, Any]) -> dict[str, Any]:
     """What a trial runs: one training run under a name of its own, so that a second attempt goes on where it was."""
-    from ray.tune.integration.ray_train import TuneReportCallback
-
     order = params["orders"][params["trial"]]
     config = Config.model_validate(order.pop("config"))
     try:
-        fitted = train.fit(config, callbacks=[TuneReportCallback()], **order)
+        fitted = train.fit(config, **order)
     except UserError as error:
         return {"name": params["trial"], "error": str(error), "eval_loss": float("inf")}
     return {
@@ -193,16 +197,24 @@ def _row(trial: Trial, numbers: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _show(progress: Progress, news: dict[str, dict[str, Any]], trials: int) -> None:
-    totals = [n["total"] for n in news.values() if "total" in n]
-    progress.total = totals[0] * trials if totals else None
-    done = sum(n.get("step", 0) for n in news.values())
-    notes: list[str] = []
-    for name, n in sorted(news.items()):
-        short = name.rpartition("-")[0]
-        where = f"{n['step']}/{n['total']} loss {n['loss']:.2f} {n['tokens_per_s']:,.0f} tok/s" if "total" in n else ""
-        notes.append(" ".join(filter(None, [short, where, n.get("phase", "")])))
-    progress.update(done, " · ".join(notes) or "starting trials")
+class _Teller:
+    """Turns the board's news into one progress line over all trials."""
+
+    def __init__(self, trials: int) -> None:
+        self._trials = trials
+        self._progress = Progress("sweep")
+
+    def show(self, news: dict[str, dict[str, Any]]) -> None:
+        totals = [n["total"] for n in news.values() if "total" in n]
+        if totals and self._progress.total is None:  # a new clock: starting up says nothing about the steps
+            self._progress = Progress("sweep", totals[0] * self._trials)
+        notes: list[str] = []
+        for name, n in sorted(news.items()):
+            where = ""
+            if "total" in n:
+                where = f"{n['step']}/{n['total']} loss {n['loss']:.2f} {n['tokens_per_s']:,.0f} tokens/s"
+            notes.append(" ".join(filter(None, [name.rpartition("-")[0], where, n.get("phase", "")])))
+        self._progress.update(sum(n.get("step", 0) for n in news.values()), " · ".join(notes) or "starting trials")
 
 
 if __name__ == "__main__":

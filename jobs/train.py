@@ -9,19 +9,17 @@ last one, whatever was killed. The directory goes away when the artifact is publ
 import contextlib
 import os
 import shutil
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from jobs import artifacts, cli
+from jobs import artifacts, board, cli
 from jobs.config import Config, resolve_storage
 from jobs.errors import UserError
-from jobs.progress import Progress, clock, say
+from jobs.progress import Progress, say
 
-T = TypeVar("T")
 NUMBERS = ("eval_loss_base", "eval_loss", "tokens_per_s", "trainable_parameters", "peak_memory_gib")
 # What changes how a run is carried out, but not what comes out of it.
 NOT_SHAPING = {
@@ -38,21 +36,6 @@ class Fitted:
     numbers: dict[str, Any]
 
 
-class Board:
-    """Where workers write how far they are and the driver reads it: an actor, since reports wait for the controller."""
-
-    def __init__(self) -> None:
-        self._news: dict[str, dict[str, Any]] = {}
-
-    def tell(self, name: str, news: dict[str, Any]) -> None:
-        """Take a run's latest news."""
-        self._news.setdefault(name, {}).update(news)
-
-    def read(self) -> dict[str, dict[str, Any]]:
-        """The latest news of every run."""
-        return self._news
-
-
 def run(config: Config) -> artifacts.Artifact:
     """Train as configured and publish the artifact `train`; returns at once when it is there already."""
     from cluster import models
@@ -67,14 +50,14 @@ def run(config: Config) -> artifacts.Artifact:
         return made
     with artifacts.create(config, "train", sections, inputs) as draft:
         connect(config)
-        board, work = post_board(), workspace(config)
+        posted, work = board.post(), workspace(config)
         name = f"train-{artifacts.sha256_json([sections, inputs])[:12]}"
         with Progress("train") as progress:
-            fitted = watch(
+            fitted = board.watch(
                 lambda: fit(
-                    config, name=name, storage=work, snapshot=artifacts.location(config, "prepare"), board=board
+                    config, name=name, storage=work, snapshot=artifacts.location(config, "prepare"), posted=posted
                 ),
-                _Teller(progress, board, config).show,
+                board.Teller(progress, posted, config).show,
             )
         write(fitted, draft.path, lock=base.lock)
         draft.numbers |= fitted.numbers
@@ -96,13 +79,14 @@ def fit(
     name: str,
     storage: str,
     snapshot: str,
-    board: Any = None,
+    posted: Any = None,
     callbacks: Sequence[Any] = (),
     gpus_per_worker: float = 1.0,
 ) -> Fitted:
     """Train one adapter on the Ray cluster that this process is connected to, or go on with the run `name`.
 
-    `storage`: directory or URI that all nodes see. `snapshot`: location of the prepare artifact. Raises UserError for
+    `storage`: directory or URI that all nodes see. `snapshot`: location of the prepare artifact.
+    `posted`: the board that workers write to (jobs.board.post). Raises UserError for
     what the user can put right: a loss that is not finite, memory, disk, a cluster that is too small.
     """
     import ray
@@ -133,7 +117,7 @@ def fit(
             "config": absolute(config).model_dump(mode="json"),
             "name": name,
             "snapshot": snapshot,
-            "board": board,
+            "board": posted,
         },
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.train.num_workers, use_gpu=use_gpu, resources_per_worker=per_worker
@@ -173,13 +157,15 @@ def write(fitted: Fitted, into: Path, *, lock: dict[str, Any]) -> None:
 
     import ray.train
 
-    from jobs import checkpoint
+    from jobs import checkpoint, curves
 
     with ray.train.Checkpoint(fitted.checkpoint).as_directory() as directory:
         source = Path(directory)
         checkpoint.read_state(source)  # refuses one that was cut off
         shutil.copytree(source / "adapter", into / "adapter", dirs_exist_ok=True)
         shutil.copyfile(source / "metrics.jsonl", into / "metrics.jsonl")
+    curves.draw(into / "metrics.jsonl", into / "loss.png")
+    curves.tensorboard(into / "metrics.jsonl", into / "tensorboard")
     (into / "base.lock.json").write_text(json.dumps(lock, indent=1), encoding="utf-8")
 
 
@@ -217,78 +203,6 @@ def absolute(config: Config) -> Config:
     if "://" not in local and os.path.isdir(resolve_storage(local)):
         found["source"] = resolve_storage(local)
     return config.model_copy(update={"run": run, "model": config.model.model_copy(update=found)})
-
-
-def post_board() -> Any:
-    """Start the actor that workers tell their progress to."""
-    import ray
-
-    return ray.remote(num_cpus=0)(Board).remote()
-
-
-def watch(action: Callable[[], T], show: Callable[[], None]) -> T:
-    """Run `action` in a thread and call `show` twice a second until it ends; returns or raises what it does.
-
-    Ray Train and Tune take over Ctrl-C when they run in the main thread; here it stays ours and ends the stage.
-    """
-    outcome: list[T] = []
-    failure: list[BaseException] = []
-
-    def act() -> None:
-        try:
-            outcome.append(action())
-        except BaseException as error:
-            failure.append(error)
-
-    thread = threading.Thread(target=act, daemon=True, name="fit")
-    thread.start()
-    while thread.is_alive():
-        thread.join(0.5)
-        if thread.is_alive():
-            show()
-    if failure:
-        raise failure[0]
-    return outcome[0]
-
-
-def latest(board: Any) -> dict[str, dict[str, Any]]:
-    """What the board says now; empty while its process starts or is too busy to answer."""
-    import ray
-
-    try:
-        return ray.get(board.read.remote(), timeout=1)
-    except ray.exceptions.GetTimeoutError:
-        return {}
-
-
-class _Teller:
-    """Turns the board's news into the progress line, and says once how long the run will take."""
-
-    def __init__(self, progress: Progress, board: Any, config: Config) -> None:
-        self._progress, self._board, self._config = progress, board, config
-        self._began: tuple[float, int] | None = None
-        self._said = False
-
-    def show(self) -> None:
-        news = next(iter(latest(self._board).values()), {})
-        done, total = news.get("step", 0), news.get("total")
-        self._progress.total = total
-        if total:
-            note = f"loss {news['loss']:.3f}  {news['tokens_per_s']:,.0f} tokens/s"
-            self._progress.update(done, "  ".join(filter(None, [note, news.get("phase", "")])))
-            self._estimate(done, total)
-        else:
-            self._progress.update(0, news.get("phase") or "starting workers")
-
-    def _estimate(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        if self._began is None:
-            self._began = (now, done)
-        elif not self._said and done >= self._began[1] + 2:
-            self._said = True
-            seconds = (now - self._began[0]) / (done - self._began[1]) * (total - done)
-            hours = seconds * self._config.train.num_workers / 3600
-            say("train", f"about {clock(seconds)} more for {total - done} steps ({hours:.2f} device-hours)")
 
 
 def _location(checkpoint: Any) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist  # noqa: E402
 import transformers  # noqa: E402, F401
 
 from jobs import lora, packing  # noqa: E402
-from jobs.qlora import Loop, Rows  # noqa: E402
+from jobs.loop import Loop, Rows  # noqa: E402
 from tests import tiny  # noqa: E402
 
 

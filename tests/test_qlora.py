@@ -14,7 +14,7 @@ import torch
 from jobs import kernels, lora, packing
 from jobs.config import Config
 from jobs.errors import UserError
-from jobs.qlora import Loop, Rows
+from jobs.loop import Loop, Rows
 from tests import tiny
 
 CPU = torch.device("cpu")
@@ -248,6 +248,28 @@ def test_a_loss_that_is_not_finite_says_what_to_change(small: Path, tmp_path: Pa
         run.parameters[0].fill_(float("nan"))
     with pytest.raises(UserError, match=r"the loss is nan at step 1: lower train\.learning_rate \(now 0\.003\)"):
         run.steps()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advice"),
+    [
+        (
+            (),
+            r"gradient_checkpointing=true \(a third more work\), or lower data\.max_seq_len: one row alone has \d+",
+        ),
+        (("train.gradient_checkpointing=true", "train.micro_batch_tokens=512"), r"micro_batch_tokens from 512 to 256$"),
+    ],
+)
+def test_out_of_memory_says_what_to_lower(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], advice: str
+) -> None:
+    def no_room(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    run = loop(small, tmp_path, *overrides)
+    monkeypatch.setattr(lora, "loss_sum", no_room)
+    with pytest.raises(UserError, match=r"out of memory at step 1, in a pass of \d+ tokens: .*" + advice):
+        run.step(0)
 
 
 def test_unknown_target_modules_are_refused_with_the_names_there_are(small: Path, tmp_path: Path) -> None:

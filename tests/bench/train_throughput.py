@@ -274,11 +274,11 @@ def _plain(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _ours(args: argparse.Namespace) -> dict[str, Any]:
-    """The loop of jobs.qlora, as a training worker runs it."""
+    """The loop of jobs.loop, as a training worker runs it."""
     import numpy as np
 
     from jobs import config, lora
-    from jobs.qlora import Loop, Rows
+    from jobs.loop import Loop, Rows
 
     quantization = "none" if "bf16" in args.one else "nf4"
     flat = [row for rows in batches(args)[:2] for row in rows]
