@@ -29,58 +29,69 @@ class Section(BaseModel):
 
 
 class Run(Section):
-    name: str = Field("demo", description="Name of the run; its artifacts lie under root/name/.")
-    root: str = Field("runs", description="Where runs are kept: a directory or an s3:// or gs:// URI of all nodes.")
-    seed: Annotated[int, Field(ge=0)] = Field(0, description="Seed of the split, the batches and the prompts.")
+    name: str = Field(default="demo", description="Name of the run; its artifacts lie under root/name/.")
+    root: str = Field(
+        default="runs", description="Where runs are kept: a directory or an s3:// or gs:// URI of all nodes."
+    )
+    seed: Annotated[int, Field(ge=0)] = Field(default=0, description="Seed of the split, the batches and the prompts.")
 
     @field_validator("name")
     @classmethod
     def _is_a_directory_name(cls, value: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}", value):
             raise ValueError(
-                f"{value!r} cannot name a run: use 1 to 80 letters, digits, '.', '_' or '-', the first a letter or digit"
+                f"{value!r} cannot name a run: use 1 to 80 letters, digits, '.', '_' or '-', a letter or digit first"
             )
         return value
 
 
 class Model(Section):
     source: str = Field(
-        "smollm2-135m-instruct",
+        default="smollm2-135m-instruct",
         description="Base model: a directory, a hub id (org/name), or smollm2-135m-instruct from its wheel.",
     )
-    revision: str | None = Field(None, description="Pinned revision of a hub id; a hub id without one is refused.")
-    cache: str = Field("models", description="Where fetched models are kept.")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="Precision of the unquantized weights.")
+    revision: str | None = Field(
+        default=None, description="Pinned revision of a hub id; a hub id without one is refused."
+    )
+    cache: str = Field(default="models", description="Where fetched models are kept.")
+    dtype: Literal["bfloat16", "float32"] = Field(
+        default="bfloat16", description="Precision of the unquantized weights."
+    )
     enable_thinking: bool | None = Field(
-        None, description="Passed to the chat template (Qwen3) in training, comparison and load; none leaves it out."
+        default=None,
+        description="Passed to the chat template (Qwen3) in training, comparison and load; none leaves it out.",
     )
 
 
 class Data(Section):
-    path: str = Field("data/science", description="Dataset: a directory of ours, a file, a glob or a URI.")
-    format: Literal["auto", "rankline", "openai", "alpaca", "sharegpt"] = Field("auto", description="Row format.")
-    split_by: Literal["facts", "group", "hash"] = Field("facts", description="What may not lie in two splits.")
-    group_key: str | None = Field(None, description="Row key that split_by=group keeps together.")
-    eval_fraction: Annotated[float, Field(gt=0, lt=0.5)] = Field(0.15, description="Share of rows held out.")
-    max_seq_len: PositiveInt = Field(
-        1024, description="Longest row in tokens; longer rows are refused, never truncated."
+    path: str = Field(default="data/science", description="Dataset: a directory of ours, a file, a glob or a URI.")
+    format: Literal["auto", "rankline", "openai", "alpaca", "sharegpt"] = Field(
+        default="auto", description="Row format."
     )
-    drop_invalid: bool = Field(False, description="Drop and count bad rows instead of refusing the dataset.")
-    max_errors: PositiveInt = Field(100, description="How many bad rows are listed before the rest is only counted.")
+    split_by: Literal["facts", "group", "hash"] = Field(default="facts", description="What may not lie in two splits.")
+    group_key: str | None = Field(default=None, description="Row key that split_by=group keeps together.")
+    eval_fraction: Annotated[float, Field(gt=0, lt=0.5)] = Field(default=0.15, description="Share of rows held out.")
+    max_seq_len: PositiveInt = Field(
+        default=1024, description="Longest row in tokens; longer rows are refused, never truncated."
+    )
+    drop_invalid: bool = Field(default=False, description="Drop and count bad rows instead of refusing the dataset.")
+    max_errors: PositiveInt = Field(
+        default=100, description="How many bad rows are listed before the rest is only counted."
+    )
     role_prompt: str | None = Field(
-        None, description="First lines of the system message of our own format; none is ours."
+        default=None, description="First lines of the system message of our own format; none is ours."
     )
 
 
 class Lora(Section):
-    r: PositiveInt = Field(8, description="Rank.")
-    lora_alpha: PositiveInt = Field(16, description="Scale numerator: the update is multiplied by alpha/r.")
-    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="Dropout before A.")
-    target_modules: LoraTarget = Field("all-linear", description="Modules that get an adapter.")
-    use_rslora: bool = Field(False, description="Scale by alpha/sqrt(r).")
-    use_dora: bool = Field(False, description="Learn magnitude and direction apart.")
+    r: PositiveInt = Field(default=8, description="Rank.")
+    lora_alpha: PositiveInt = Field(default=16, description="Scale numerator: the update is multiplied by alpha/r.")
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout before A.")
+    target_modules: LoraTarget = Field(default="all-linear", description="Modules that get an adapter.")
+    use_rslora: bool = Field(default=False, description="Scale by alpha/sqrt(r).")
+    use_dora: bool = Field(default=False, description="Learn magnitude and direction apart.")
     loraplus_lr_ratio: Annotated[float, Field(ge=1)] = Field(
-        1.0, description="Learning rate of B over that of A (LoRA+)."
+        default=1.0, description="Learning rate of B over that of A (LoRA+)."
     )
 
     @field_validator("target_modules")
@@ -95,131 +106,182 @@ class Lora(Section):
 
 
 class Train(Section):
-    quantization: Literal["nf4", "none"] = Field("nf4", description="NF4 with double quantization, or BF16 base.")
-    num_workers: PositiveInt = Field(1, description="Data-parallel workers, one GPU each where there are GPUs.")
-    cpus_per_worker: PositiveInt = Field(1, description="CPUs, and compute threads without a GPU, of one worker.")
-    num_epochs: Annotated[float, Field(gt=0)] = Field(1.0, description="Passes over the training rows.")
-    max_steps: PositiveInt | None = Field(None, description="Stop after this many steps, before the epochs end.")
-    batch_size: PositiveInt = Field(8, description="Rows per optimizer step over all workers.")
-    micro_batch_tokens: PositiveInt = Field(2048, description="Most tokens in one forward pass of one worker.")
-    learning_rate: Annotated[float, Field(gt=0)] = Field(2e-4, description="Peak rate; warm-up, then cosine to zero.")
-    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(0.05, description="Share of steps that warm up.")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(0.0, description="AdamW's decay.")
-    max_grad_norm: Annotated[float, Field(gt=0)] = Field(1.0, description="Gradient norm is clipped to this.")
-    gradient_checkpointing: bool = Field(False, description="Recompute activations: less memory, a third more work.")
-    compile: bool | None = Field(None, description="Fuse norms, activations and rotary; none does so on a GPU.")
-    eval_steps: PositiveInt | None = Field(None, description="Evaluate every N steps; always at the start and the end.")
-    eval_rows: PositiveInt | None = Field(None, description="Evaluate on the first N held-out rows; none takes all.")
-    checkpoint_steps: PositiveInt = Field(50, description="Checkpoint every N steps.")
-    keep_checkpoints: PositiveInt = Field(2, description="How many checkpoints are kept.")
-    max_failures: Annotated[int, Field(ge=0)] = Field(2, description="Restarts of the worker group before giving up.")
+    quantization: Literal["nf4", "none"] = Field(
+        default="nf4", description="NF4 with double quantization, or BF16 base."
+    )
+    num_workers: PositiveInt = Field(default=1, description="Data-parallel workers, one GPU each where there are GPUs.")
+    cpus_per_worker: PositiveInt = Field(
+        default=1, description="CPUs, and compute threads without a GPU, of one worker."
+    )
+    num_epochs: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Passes over the training rows.")
+    max_steps: PositiveInt | None = Field(
+        default=None, description="Stop after this many steps, before the epochs end."
+    )
+    batch_size: PositiveInt = Field(default=8, description="Rows per optimizer step over all workers.")
+    micro_batch_tokens: PositiveInt = Field(default=2048, description="Most tokens in one forward pass of one worker.")
+    learning_rate: Annotated[float, Field(gt=0)] = Field(
+        default=2e-4, description="Peak rate; warm-up, then cosine to zero."
+    )
+    warmup_ratio: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.05, description="Share of steps that warm up.")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="AdamW's decay.")
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Gradient norm is clipped to this.")
+    gradient_checkpointing: bool = Field(
+        default=False, description="Recompute activations: less memory, a third more work."
+    )
+    compile: bool | None = Field(default=None, description="Fuse norms, activations and rotary; none does so on a GPU.")
+    eval_steps: PositiveInt | None = Field(
+        default=None, description="Evaluate every N steps; always at the start and the end."
+    )
+    eval_rows: PositiveInt | None = Field(
+        default=None, description="Evaluate on the first N held-out rows; none takes all."
+    )
+    checkpoint_steps: PositiveInt = Field(default=50, description="Checkpoint every N steps.")
+    keep_checkpoints: PositiveInt = Field(default=2, description="How many checkpoints are kept.")
+    max_failures: Annotated[int, Field(ge=0)] = Field(
+        default=2, description="Restarts of the worker group before giving up."
+    )
 
 
 class Sweep(Section):
-    ranks: tuple[PositiveInt, ...] = Field((), description="Ranks to try; empty means one train run and no sweep.")
-    alpha_over_r: Annotated[float, Field(gt=0)] | None = Field(
-        2.0, description="alpha of each trial is this times its rank; none keeps lora.lora_alpha."
+    ranks: tuple[PositiveInt, ...] = Field(
+        default=(), description="Ranks to try; empty means one train run and no sweep."
     )
-    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field((), description="Seeds per rank; empty takes run.seed.")
-    max_concurrent_trials: PositiveInt = Field(2, description="Trials at a time.")
-    gpus_per_trial: Annotated[float, Field(gt=0)] = Field(1.0, description="GPUs of one trial's worker.")
+    alpha_over_r: Annotated[float, Field(gt=0)] | None = Field(
+        default=2.0, description="alpha of each trial is this times its rank; none keeps lora.lora_alpha."
+    )
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        default=(), description="Seeds per rank; empty takes run.seed."
+    )
+    max_concurrent_trials: PositiveInt = Field(default=2, description="Trials at a time.")
+    gpus_per_trial: Annotated[float, Field(gt=0)] = Field(default=1.0, description="GPUs of one trial's worker.")
 
 
 class Merge(Section):
-    max_shard_size_gb: Annotated[float, Field(gt=0)] = Field(4.0, description="Largest weight file, 10^9 bytes.")
+    max_shard_size_gb: Annotated[float, Field(gt=0)] = Field(
+        default=4.0, description="Largest weight file, 10^9 bytes."
+    )
     adapter: str | None = Field(
-        None, description="Adapter directory; none takes the sweep's winner or the train run's."
+        default=None, description="Adapter directory; none takes the sweep's winner or the train run's."
     )
 
 
 class Compare(Section):
-    num_prompts: PositiveInt = Field(3, description="Held-out rows answered by base, adapter and merged model.")
-    max_new_tokens: PositiveInt = Field(64, description="Longest answer in tokens.")
-    loss_rows: PositiveInt = Field(64, description="Held-out rows, the first ones, whose loss is measured.")
+    num_prompts: PositiveInt = Field(default=3, description="Held-out rows answered by base, adapter and merged model.")
+    max_new_tokens: PositiveInt = Field(default=64, description="Longest answer in tokens.")
+    loss_rows: PositiveInt = Field(default=64, description="Held-out rows, the first ones, whose loss is measured.")
     nf4: Literal["off", "loss", "answers"] = Field(
-        "answers", description="Also NF4 base + adapter, where it was trained so; its answers are slow without a GPU."
+        default="answers",
+        description="Also NF4 base + adapter, where it was trained so; its answers are slow without a GPU.",
     )
 
 
 class Serve(Section):
-    served_model_name: str = Field("rankline", description="Model name in /v1/models and requests.")
-    host: str = Field("127.0.0.1", description="Address to listen on; beyond loopback an API key is required.")
-    port: Annotated[int, Field(ge=1, le=65535)] = Field(8000, description="HTTP port.")
-    num_replicas: PositiveInt = Field(1, description="Replicas when not autoscaling.")
-    cpus_per_replica: Annotated[float, Field(gt=0)] = Field(1.0, description="Logical CPUs of one replica.")
-    start_timeout_s: PositiveInt = Field(900, description="Longest wait until the endpoint answers.")
-    max_model_len: PositiveInt = Field(2048, description="Longest prompt plus answer, tokens.")
-    max_num_seqs: PositiveInt = Field(16, description="Sequences that decode together in one replica.")
+    served_model_name: str = Field(default="rankline", description="Model name in /v1/models and requests.")
+    host: str = Field(default="127.0.0.1", description="Address to listen on; beyond loopback an API key is required.")
+    port: Annotated[int, Field(ge=1, le=65535)] = Field(default=8000, description="HTTP port.")
+    num_replicas: PositiveInt = Field(default=1, description="Replicas when not autoscaling.")
+    cpus_per_replica: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Logical CPUs of one replica.")
+    start_timeout_s: PositiveInt = Field(default=900, description="Longest wait until the endpoint answers.")
+    max_model_len: PositiveInt = Field(default=2048, description="Longest prompt plus answer, tokens.")
+    max_num_seqs: PositiveInt = Field(default=16, description="Sequences that decode together in one replica.")
     max_num_batched_tokens: PositiveInt | None = Field(
-        None, description="Tokens of one engine step; none is vLLM's own."
+        default=None, description="Tokens of one engine step; none is vLLM's own."
     )
-    gpu_memory_utilization: Fraction = Field(0.85, description="Share of GPU memory that the engine may take.")
-    tensor_parallel_size: PositiveInt = Field(1, description="GPUs of one replica.")
-    enable_prefix_caching: bool = Field(True, description="Reuse the KV cache of shared prefixes.")
-    enforce_eager: bool = Field(False, description="No compilation and CUDA graphs: starts sooner, runs slower.")
-    load_format: Literal["auto", "dummy"] = Field("auto", description="dummy: random weights, for speed tests only.")
-    kv_cache_gib: Annotated[float, Field(gt=0)] = Field(1.0, description="KV cache without a GPU, GiB.")
+    gpu_memory_utilization: Fraction = Field(default=0.85, description="Share of GPU memory that the engine may take.")
+    tensor_parallel_size: PositiveInt = Field(default=1, description="GPUs of one replica.")
+    enable_prefix_caching: bool = Field(default=True, description="Reuse the KV cache of shared prefixes.")
+    enforce_eager: bool = Field(
+        default=False, description="No compilation and CUDA graphs: starts sooner, runs slower."
+    )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto", description="dummy: random weights, for speed tests only."
+    )
+    kv_cache_gib: Annotated[float, Field(gt=0)] = Field(default=1.0, description="KV cache without a GPU, GiB.")
     cpu_threads: PositiveInt | None = Field(
-        None, description="Threads of a replica without a GPU; none shares the cores."
+        default=None, description="Threads of a replica without a GPU; none shares the cores."
     )
     max_requests: PositiveInt | None = Field(
-        None, description="Requests in one replica past which it answers 429; none is 4 x max_num_seqs, at least 1024."
+        default=None,
+        description="Requests in one replica past which it answers 429; none is 4 x max_num_seqs, at least 1024.",
     )
-    max_body_bytes: PositiveInt = Field(4 << 20, description="Largest request body; a larger one is 413.")
-    body_timeout_s: Annotated[float, Field(gt=0)] = Field(30, description="A body that takes longer to arrive is 408.")
-    drain_timeout_s: PositiveInt = Field(600, description="Longest answer that a stopping replica still finishes.")
-    require_api_key: bool | None = Field(None, description="Ask for an API key; none does so beyond loopback only.")
+    max_body_bytes: PositiveInt = Field(default=4 << 20, description="Largest request body; a larger one is 413.")
+    body_timeout_s: Annotated[float, Field(gt=0)] = Field(
+        default=30, description="A body that takes longer to arrive is 408."
+    )
+    drain_timeout_s: PositiveInt = Field(
+        default=600, description="Longest answer that a stopping replica still finishes."
+    )
+    require_api_key: bool | None = Field(
+        default=None, description="Ask for an API key; none does so beyond loopback only."
+    )
     adapters: dict[str, str] = Field(
         default_factory=dict,
         description="Adapter directories mounted beside the model, by the name to serve them under.",
     )
-    max_replicas: PositiveInt | None = Field(None, description="Autoscale up to this many; none keeps num_replicas.")
-    min_replicas: Annotated[int, Field(ge=0)] = Field(1, description="Replicas that stay when idle; 0 scales to zero.")
-    waiting_per_replica: Annotated[float, Field(gt=0)] = Field(
-        4.0, description="Requests waiting per replica that autoscaling aims at."
+    max_replicas: PositiveInt | None = Field(
+        default=None, description="Autoscale up to this many; none keeps num_replicas."
     )
-    scale_down_delay_s: Annotated[float, Field(gt=0)] = Field(300, description="Idle this long before scaling in.")
+    min_replicas: Annotated[int, Field(ge=0)] = Field(
+        default=1, description="Replicas that stay when idle; 0 scales to zero."
+    )
+    waiting_per_replica: Annotated[float, Field(gt=0)] = Field(
+        default=4.0, description="Requests waiting per replica that autoscaling aims at."
+    )
+    scale_down_delay_s: Annotated[float, Field(gt=0)] = Field(
+        default=300, description="Idle this long before scaling in."
+    )
     engine_args: dict[str, Any] = Field(
         default_factory=dict, description="Any further vLLM engine flag, by its own name."
     )
 
 
 class Load(Section):
-    endpoint: str | None = Field(None, description="URL of the server; none is this run's own.")
+    endpoint: str | None = Field(default=None, description="URL of the server; none is this run's own.")
     model: str | None = Field(
-        None, description="Model name to ask for; none is serve.served_model_name, or the only one."
+        default=None, description="Model name to ask for; none is serve.served_model_name, or the only one."
     )
-    tokenizer: str | None = Field(None, description="Tokenizer of the served model; none is the run's own model's.")
-    api: Literal["chat", "completions"] = Field("chat", description="/v1/chat/completions or /v1/completions.")
-    api_key_env: str = Field("RANKLINE_API_KEY", description="Environment variable that holds the server's API key.")
+    tokenizer: str | None = Field(
+        default=None, description="Tokenizer of the served model; none is the run's own model's."
+    )
+    api: Literal["chat", "completions"] = Field(default="chat", description="/v1/chat/completions or /v1/completions.")
+    api_key_env: str = Field(
+        default="RANKLINE_API_KEY", description="Environment variable that holds the server's API key."
+    )
     ignore_eos: bool = Field(
-        True, description="Ask for exactly output_len tokens; servers other than vLLM may refuse it."
+        default=True, description="Ask for exactly output_len tokens; servers other than vLLM may refuse it."
     )
-    levels: tuple[PositiveInt, ...] = Field((1, 4, 16), description="Concurrency levels, closed loop.")
+    levels: tuple[PositiveInt, ...] = Field(default=(1, 4, 16), description="Concurrency levels, closed loop.")
     rates: tuple[Annotated[float, Field(gt=0)], ...] = Field(
-        (), description="Requests/s, one level each, open loop instead of closed; empty is closed loop."
+        default=(), description="Requests/s, one level each, open loop instead of closed; empty is closed loop."
     )
     arrivals: Literal["poisson", "constant", "gamma", "ramp"] = Field(
-        "poisson", description="When open-loop requests come."
+        default="poisson", description="When open-loop requests come."
     )
-    burstiness: Annotated[float, Field(gt=0)] = Field(1.0, description="Shape of arrivals=gamma: below 1 in bursts.")
+    burstiness: Annotated[float, Field(gt=0)] = Field(
+        default=1.0, description="Shape of arrivals=gamma: below 1 in bursts."
+    )
     max_concurrency: PositiveInt | None = Field(
-        None, description="Most open-loop requests out at once; waiting for it counts as latency. None is no limit."
+        default=None,
+        description="Most open-loop requests out at once; waiting for it counts as latency. None is no limit.",
     )
     prompts: str = Field(
-        "random", description="random, heldout (this run's held-out rows, history and all) or a JSONL file of messages."
+        default="random",
+        description="random, heldout (this run's held-out rows, history and all) or a JSONL file of messages.",
     )
-    slo: str | None = Field(None, description="Targets, like ttft_p99<500ms,tpot_p99<50ms: goodput, and the search.")
+    slo: str | None = Field(
+        default=None, description="Targets, like ttft_p99<500ms,tpot_p99<50ms: goodput, and the search."
+    )
     search: Literal["rate", "concurrency"] | None = Field(
-        None, description="Find the highest rate or concurrency within slo by bisection, instead of fixed levels."
+        default=None,
+        description="Find the highest rate or concurrency within slo by bisection, instead of fixed levels.",
     )
-    input_len: PositiveInt = Field(512, description="Prompt tokens.")
-    output_len: PositiveInt = Field(128, description="Answer tokens.")
-    num_prompts: PositiveInt = Field(64, description="Requests per level.")
-    num_warmups: Annotated[int, Field(ge=0)] = Field(2, description="Requests before measuring, not counted.")
-    sweep: str | None = Field(None, description="Redeploy and measure per value: serve.max_num_seqs:4,16.")
-    num_clients: PositiveInt = Field(1, description="Client actors that share a level's load.")
-    request_timeout_s: PositiveInt = Field(600, description="A request that takes longer counts as failed.")
+    input_len: PositiveInt = Field(default=512, description="Prompt tokens.")
+    output_len: PositiveInt = Field(default=128, description="Answer tokens.")
+    num_prompts: PositiveInt = Field(default=64, description="Requests per level.")
+    num_warmups: Annotated[int, Field(ge=0)] = Field(default=2, description="Requests before measuring, not counted.")
+    sweep: str | None = Field(default=None, description="Redeploy and measure per value: serve.max_num_seqs:4,16.")
+    num_clients: PositiveInt = Field(default=1, description="Client actors that share a level's load.")
+    request_timeout_s: PositiveInt = Field(default=600, description="A request that takes longer counts as failed.")
 
     @field_validator("levels")
     @classmethod
@@ -263,10 +325,14 @@ class Load(Section):
 
 
 class Cluster(Section):
-    address: str | None = Field(None, description="Ray address; none joins the running cluster or starts a local one.")
-    num_cpus: PositiveInt | None = Field(None, description="Logical CPUs of the local head; none is max(6, cores).")
+    address: str | None = Field(
+        default=None, description="Ray address; none joins the running cluster or starts a local one."
+    )
+    num_cpus: PositiveInt | None = Field(
+        default=None, description="Logical CPUs of the local head; none is max(6, cores)."
+    )
     dashboard_port: Annotated[int, Field(ge=1, le=65535)] = Field(
-        8265, description="Port of Ray's dashboard, on loopback."
+        default=8265, description="Port of Ray's dashboard, on loopback."
     )
 
 

@@ -1,10 +1,10 @@
 """What is in a model: files, shape, parameters, KV cache, tokenizer, chat template, tensors. Nothing is loaded.
 
-    python -m jobs.describe MODEL_DIR                      a model or adapter directory, or a stage's artifact
-    python -m jobs.describe FILE.gguf
-    python -m jobs.describe org/name --revision COMMIT     a hub id, fetched into the model cache first
-    python -m jobs.describe MODEL_DIR --text "Why is the sky blue?"
-    python -m jobs.describe MODEL_DIR --tensor model.norm.weight
+python -m jobs.describe MODEL_DIR                      a model or adapter directory, or a stage's artifact
+python -m jobs.describe FILE.gguf
+python -m jobs.describe org/name --revision COMMIT     a hub id, fetched into the model cache first
+python -m jobs.describe MODEL_DIR --text "Why is the sky blue?"
+python -m jobs.describe MODEL_DIR --tensor model.norm.weight
 """
 
 import argparse
