@@ -70,18 +70,18 @@ def blocks(answers: Sequence[Mapping[str, Any]], numbers: Mapping[str, Any], *, 
     """The page as blocks of jobs.report_blocks."""
     found: list[Block] = [Text(line) for line in lines[:3]]
     losses = [
-        [NAMES.get(name, name), f"{f['loss']:.4f}", _interval(f["loss_95"]), f"{f['perplexity']:.3f}"]
+        [_title(name), f"{f['loss']:.4f}", _interval(f["loss_95"]), f"{f['perplexity']:.3f}"]
         + [f"{f['minus_base']:+.4f} {_interval(f['minus_base_95'])}" if "minus_base" in f else ""]
         for name, f in numbers["loss"].items()
     ]
     title = f"Loss on {numbers['loss_rows']} held-out rows ({numbers['split']}), {numbers['loss_tokens']} answer tokens"
     found.append(Table(["Model", "Loss", "95 %", "Perplexity", "Against the base, paired"], losses, title))
-    faults = [[NAMES.get(name, name), *map(str, counts.values())] for name, counts in numbers["faults"].items()]
+    faults = [[_title(name), *map(str, counts.values())] for name, counts in numbers["faults"].items()]
     title = f"Of {numbers['prompts']} answers of at most {numbers['max_new_tokens']} tokens"
     found.append(Table(["Model", "Repeat in a loop", "Turn not ended", "<think> shown"], faults, title))
     found.append(Heading("The same prompts, side by side"))
     for row in answers:
-        said = [(NAMES.get(name, name), text) for name, text in row["answers"].items()]
+        said = [(_title(name), text) for name, text in row["answers"].items()]
         found.append(Answers(question(row), [*said, ("reference", row["reference"])]))
     return found
 
@@ -173,6 +173,10 @@ def _lines(file: Path) -> list[dict[str, Any]]:
     if not file.is_file():
         return []
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+def _title(column: str) -> str:
+    return str(NAMES.get(column, column))
 
 
 def _interval(pair: Sequence[float]) -> str:

@@ -35,12 +35,12 @@ def run(config: Config, url: str) -> Path:
 
 def ask(config: Config, url: str, rows: Sequence[Mapping[str, Any]], *, max_new_tokens: int) -> dict[str, Any]:
     """Figures and answers of the served model: {served, shared_words, identical, faults, answers}."""
+    import openai
+
     from serve_app.client import Client
 
     client = Client(url, api_key=os.environ.get(config.load.api_key_env), timeout_s=config.load.request_timeout_s)
     try:
-        import openai
-
         model = config.load.model or _model(client.models(), config.serve.served_model_name)
         extra: dict[str, Any] = {}
         if config.model.enable_thinking is not None:
