@@ -60,9 +60,14 @@ def variables(place: Path, token_path: Path) -> dict[str, str]:
         environment["TMPDIR"] = environment["VLLM_RPC_BASE_PATH"] = str(place)
     if not home_is_usable():
         environment |= own_home()
-    bypassed = {key: os.environ[key] for key in ("NO_PROXY", "no_proxy") if key in os.environ}
-    bypass_proxies(bypassed)
-    return environment | bypassed
+    return environment | direct()
+
+
+def direct() -> dict[str, str]:
+    """NO_PROXY of this process with loopback in it."""
+    listed = {key: os.environ[key] for key in ("NO_PROXY", "no_proxy") if key in os.environ}
+    bypass_proxies(listed)
+    return listed
 
 
 def home_is_usable() -> bool:

@@ -146,6 +146,7 @@ def client_environment(head: Head) -> dict[str, str]:
         "RAY_API_SERVER_ADDRESS": head.dashboard,
         "RANKLINE_ROOT": head.root,
         **environment.ON_LOOPBACK,
+        **(environment.direct() if any(name.lower().endswith("_proxy") for name in os.environ) else {}),
     }
 
 
