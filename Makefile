@@ -5,6 +5,8 @@ ARGS ?=
 PYTHON ?= $(shell for p in python3 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv/bin
+# Where this is set (in some containers) every process would compile what it imports anew: minutes in all.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo serve stop test test-slow check lock
 

@@ -18,8 +18,15 @@ from jobs.progress import Progress, clock, say  # noqa: E402
 
 VENV = PROJECT / ".venv"
 CPU_WHEELS = "https://download.pytorch.org/whl/cpu"
-# Bytecode is written when a module is first imported: compiling all 27,000 files here takes longer than the rest.
+# Compiling all 27,000 files takes longer than the rest: `_first_import` writes the bytecode of those in use.
 INSTALL = ["install", "--no-deps", "--no-compile", "--progress-bar=off", "--disable-pip-version-check", "--no-input"]
+# What the stages import. Importing it here shows that the set fits together before anything is started, and once
+# instead of in every process of the first run at the same time.
+IMPORTS = (
+    "vllm.entrypoints.openai.api_server, vllm.v1.engine.core, openai, aiohttp",
+    "ray.train.torch, ray.tune, ray.serve, ray.data, transformers, transformers.models.llama.modeling_llama, peft, "
+    "bitsandbytes, accelerate, matplotlib.pyplot",
+)
 LANES = 3  # pip works on one package at a time; the lock needs no resolving, so several pips can share it
 
 
@@ -79,8 +86,26 @@ def install(lock: Path) -> None:
         sys.exit(
             f"error: .venv differs from {lock.name} in {', '.join(missing[:10])}: delete .venv and run `make setup`"
         )
+    _first_import(python)
     stamp.write_text(wanted)
     say("setup", f"done in {clock(time.monotonic() - started)}")
+
+
+def _first_import(python: Path) -> None:
+    quiet = {"HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**os.environ, **quiet, "PYTHONDONTWRITEBYTECODE": ""}
+    running = [
+        subprocess.Popen([str(python), "-c", f"import {names}"], env=environment, stderr=subprocess.PIPE, text=True)
+        for names in IMPORTS
+    ]
+    with Progress("setup") as progress:
+        while any(process.poll() is None for process in running):
+            progress.update(0, "first import of what was installed")
+            time.sleep(0.3)
+    for process in running:
+        said = process.communicate()[1].strip().splitlines()
+        if process.returncode:
+            sys.exit(f"error: what was installed does not import: {said[-1] if said else process.returncode}")
 
 
 def _differing(python: Path, packages: list[str]) -> list[str]:
