@@ -36,6 +36,7 @@ def variables(place: Path, token_path: Path) -> dict[str, str]:
         "RAY_JOB_STOP_WAIT_TIME_S": "30",  # a stage that is stopped removes what it had half written
         "RAY_enable_worker_prestart": "0",  # six idle workers cost two cores ten seconds
         "RAY_prestart_worker_first_driver": "0",
+        "RAY_worker_niceness": "0",  # replicas and training are the work here, not the background of it
         "SPT_NOENV": "1",  # process titles leave /proc/PID/environ, and so our mark, readable
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
         # The defaults lie in /tmp/haproxy-serve, which two clusters of one machine would share.
@@ -45,6 +46,7 @@ def variables(place: Path, token_path: Path) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(place / "haproxy-state"),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(processes.free_port(9101)),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(processes.free_port(8404)),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(processes.free_port(8500)),
         "RAY_SERVE_HAPROXY_NBTHREAD": str(min(4, len(os.sched_getaffinity(0)))),
         # A reload must not cut a stream that still runs, and a request that a replica dropped before answering is
         # sent again, which needs its whole body in the buffer.
