@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from data import files, formats, reading
 from data.files import Source, Span
@@ -47,7 +47,7 @@ def rules_for(data: "Data", spans: Sequence[Span], card_spans: Sequence[Span]) -
     if name == "rankline" and not cards:
         raise UserError(f"{data.path}: no fact cards: put facts.jsonl beside the examples")
     return formats.Rules(
-        format=cast(str, name),
+        format=name,
         split_by=data.split_by,
         group_key=data.group_key,
         role_prompt=ROLE_PROMPT if data.role_prompt is None else data.role_prompt,

@@ -15,7 +15,7 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ def existing(config: Config, stage: str, sections: Mapping[str, Any], inputs: Ma
 
 
 @contextlib.contextmanager
-def create(config: Config, stage: str, sections: Mapping[str, Any], inputs: Mapping[str, str]) -> Iterator[Draft]:
+def create(config: Config, stage: str, sections: Mapping[str, Any], inputs: Mapping[str, str]) -> Generator[Draft]:
     """Write a stage's artifact: yields a Draft and, if the body ends without an error, publishes it.
 
     `sections`: the config that shapes the artifact, as {"lora": {...}, ...}. `inputs`: name -> SHA-256.

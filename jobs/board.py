@@ -64,10 +64,11 @@ def watch(action: Callable[[], T], show: Callable[[], None]) -> T:
 def latest(board: Any) -> dict[str, dict[str, Any]]:
     """What the board says now; empty while its process starts or is too busy to answer."""
     import ray
+    from ray.exceptions import GetTimeoutError
 
     try:
         return ray.get(board.read.remote(), timeout=1)
-    except ray.exceptions.GetTimeoutError:
+    except GetTimeoutError:
         return {}
 
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from jobs import adapters, reload
+from jobs import adapters, reload, safetensors_header
 from jobs.errors import UserError
 
 ANSWER_BATCH = 8
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,23 @@ class Answer:
     ended: bool
 
 
-def device() -> torch.device:
-    """The GPU, where this process was given one, else the CPU."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def pick_device(base: Path) -> torch.device:
+    """The GPU with the most free memory, if it holds three copies of the base's weights (base, merged, working room).
+
+    Else the CPU: a GPU that serves meanwhile must not be pushed over its memory.
+    """
+    free = (
+        [torch.cuda.mem_get_info(i)[0] for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    )
+    need = 3 * sum(tensor.bytes for tensor in safetensors_header.read_model(base).values()) + 2**31
+    if free and max(free) >= need:
+        return torch.device("cuda", free.index(max(free)))
+    return torch.device("cpu")
 
 
-def load_pair(base: Path, adapter: Path, *, rows: int | None = None, **options: Any) -> tuple[Column, Column, Any]:
+def load_pair(
+    base: Path, adapter: Path, *, device: torch.device = CPU, rows: int | None = None, **options: Any
+) -> tuple[Column, Column, Any]:
     """(base, adapter, tokenizer): one model, with the adapter off and on. `rows`: of a resized vocabulary.
 
     `options` go to from_pretrained (quantization_config for NF4). The adapter keeps the precision it was saved in.
@@ -60,7 +72,7 @@ def load_pair(base: Path, adapter: Path, *, rows: int | None = None, **options: 
     with reload.quiet():
         from peft import PeftModel
 
-        model, tokenizer = reload.load(base, device_map={"": device()}, **options)
+        model, tokenizer = reload.load(base, device_map={"": device}, **options)
         if rows is not None and rows != model.get_input_embeddings().weight.shape[0]:
             model.resize_token_embeddings(rows, mean_resizing=False)
         tuned: Any = PeftModel.from_pretrained(model, str(adapter))
@@ -68,7 +80,7 @@ def load_pair(base: Path, adapter: Path, *, rows: int | None = None, **options: 
     return Column("base", tuned, tuned.disable_adapter), Column("adapter", tuned), tokenizer
 
 
-def load_nf4(base: Path, adapter: Path, *, rows: int | None = None) -> Column:
+def load_nf4(base: Path, adapter: Path, *, device: torch.device = CPU, rows: int | None = None) -> Column:
     """The adapter on the NF4 base, as QLoRA trains it."""
     from transformers import BitsAndBytesConfig
 
@@ -78,18 +90,19 @@ def load_nf4(base: Path, adapter: Path, *, rows: int | None = None) -> Column:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-    return Column("nf4", load_pair(base, adapter, rows=rows, quantization_config=quantization)[1].model)
+    loaded = load_pair(base, adapter, device=device, rows=rows, quantization_config=quantization)
+    return Column("nf4", loaded[1].model)
 
 
-def load_merged(path: Path) -> tuple[Column, Any]:
+def load_merged(path: Path, *, device: torch.device = CPU) -> tuple[Column, Any]:
     """(merged model, its tokenizer)."""
-    model, tokenizer = reload.load(path, device_map={"": device()})
+    model, tokenizer = reload.load(path, device_map={"": device})
     return Column("merged", model), tokenizer
 
 
 def answer_logits(column: Column, row: Row) -> torch.Tensor:
     """Float32 logits [answer tokens, vocabulary] for each token of the row's own answer (teacher forcing)."""
-    ids = torch.tensor([row.ids], device=device())
+    ids = torch.tensor([row.ids], device=column.model.device)
     keep = torch.arange(row.prompt_length - 1, len(row.ids) - 1, device=ids.device)
     with torch.inference_mode(), column.using():
         return column.model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0].float()
@@ -111,8 +124,8 @@ def answers(
     for start in range(0, len(rows), ANSWER_BATCH):
         prompts = [row.ids[: row.prompt_length] for row in rows[start : start + ANSWER_BATCH]]
         width = max(map(len, prompts))
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=device())
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device())
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=column.model.device)
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=column.model.device)
         with torch.inference_mode(), column.using():
             made = column.model.generate(
                 input_ids=ids,
@@ -154,7 +167,7 @@ def rounding_noise(model: Any, modules: set[str], *, seed: int) -> Generator[Non
     A weight rounded to a step u is off by about a uniform ±u/2, so output i has the variance sum_j u_ij²/12 · x_j².
     What this does to the logits is the yardstick for a right merge, whose weights were rounded just once.
     """
-    generator = torch.Generator(device=device()).manual_seed(seed)
+    generator = torch.Generator(device=model.device).manual_seed(seed)
 
     def hook(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         weight = module.weight.detach()

@@ -96,8 +96,9 @@ def measure(
 
     fitted = adapter_fit.validate(adapter, base)
     asked, scored = spread(rows, config.compare.num_prompts), list(rows[: config.compare.loss_rows])
-    plain, tuned, _ = columns.load_pair(base, adapter, rows=_vocabulary(fitted, base))
-    result, tokenizer = columns.load_merged(merged)
+    device, vocabulary = columns.pick_device(base), _vocabulary(fitted, base)
+    plain, tuned, _ = columns.load_pair(base, adapter, device=device, rows=vocabulary)
+    result, tokenizer = columns.load_merged(merged, device=device)
     with Progress(STAGE, len(fitted.updates), unit=" modules checked") as progress:
         weights = proof.check_weights(tuned.model, fitted, base, merged, tick=lambda done, _: progress.update(done))
     logits = proof.check_logits(
@@ -107,7 +108,7 @@ def measure(
     answers = {c.name: _answers(config, c, tokenizer, asked) for c in trio}
     sums, agreed, count = _losses(trio, scored)
     if config.compare.nf4 != "off" and config.train.quantization == "nf4":
-        quantized = columns.load_nf4(base, adapter, rows=_vocabulary(fitted, base))
+        quantized = columns.load_nf4(base, adapter, device=device, rows=vocabulary)
         sums |= _losses([quantized], scored)[0]
         if config.compare.nf4 == "answers":
             answers["nf4"] = _answers(config, quantized, tokenizer, asked)

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from jobs.errors import UserError
 
+TEXT: tuple[Any, ...] = (str, str | None)  # annotations of fields that hold text
 LoraTarget = Literal["all-linear"] | tuple[str, ...]
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
@@ -87,7 +88,8 @@ class Lora(Section):
     r: PositiveInt = Field(default=8, description="Rank.")
     lora_alpha: PositiveInt = Field(default=16, description="Scale numerator: the update is multiplied by alpha/r.")
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout before A.")
-    target_modules: LoraTarget = Field(default="all-linear", description="Modules that get an adapter.")
+    target_modules: TEXT: tuple[Any, ...] = (str, str | None)  # annotations of fields that hold text
+LoraTarget = Field(default="all-linear", description="Modules that get an adapter.")
     use_rslora: bool = Field(default=False, description="Scale by alpha/sqrt(r).")
     use_dora: bool = Field(default=False, description="Learn magnitude and direction apart.")
     loraplus_lr_ratio: Annotated[float, Field(ge=1)] = Field(
@@ -490,7 +492,7 @@ def _refuse_unknown(tree: dict[str, Any], where: str) -> None:
 def _value(section: str, field: str, text: str) -> Any:
     """Fields that hold text take an override's characters as they are: nothing in a path is interpreted."""
     info = typing.cast(type[Section], Config.model_fields[section].annotation).model_fields.get(field)
-    if info is not None and info.annotation in (str, str | None):
+    if info is not None and info.annotation in TEXT:
         return None if text == "null" and info.annotation == str | None else text
     return _scalar(text)
 

@@ -54,7 +54,7 @@ def load(path: Path, config: Config, *, seed: int, device: torch.device, revisio
     for module in base.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             # In evaluation bitsandbytes repacks a 4-bit weight for a CPU kernel that has no gradient, for good.
-            module.support_avx512bf16_for_cpu = False
+            module.__dict__["support_avx512bf16_for_cpu"] = False
     lora, targets = config.lora, config.lora.target_modules
     torch.manual_seed(seed)
     warnings.filterwarnings("ignore", message="The PEFT config's `base_model_name_or_path` was renamed")

@@ -81,7 +81,7 @@ def until_answered(config: Config, spec: "Spec", url: str, began: float) -> None
             if state is not None:
                 messages = [d.message for d in state.deployments.values() if d.message] + [state.message]
                 if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    kept = any(d.replica_states.get("RUNNING") for d in state.deployments.values())
+                    kept = any(dict[str, int](d.replica_states).get("RUNNING") for d in state.deployments.values())
                     after = (
                         "the former deployment goes on"
                         if kept
@@ -97,7 +97,7 @@ def until_answered(config: Config, spec: "Spec", url: str, began: float) -> None
                             f"the service runs, but its key is not known here: set {config.load.api_key_env}"
                         )
                     note = f"waiting for an answer ({trouble[:80]})"
-                elif any(d.replica_states.get("STOPPING") for d in state.deployments.values()):
+                elif any(dict[str, int](d.replica_states).get("STOPPING") for d in state.deployments.values()):
                     note = "waiting for the former replica to finish its answers"
                 else:
                     note = "waiting for the engine to load the model"

@@ -160,9 +160,10 @@ def _tune(config: Config, trials: list[Trial], *, key: str) -> dict[str, train.F
     for result in grid:
         if result.error is not None:
             raise result.error
-        if "error" in result.metrics:
-            raise UserError(str(result.metrics["error"]))
-        fitted[result.metrics["name"]] = train.Fitted(result.metrics["checkpoint_path"], result.metrics["numbers"])
+        metrics = result.metrics or {}
+        if "error" in metrics:
+            raise UserError(str(metrics["error"]))
+        fitted[metrics["name"]] = train.Fitted(metrics["checkpoint_path"], metrics["numbers"])
     return fitted
 
 

@@ -335,9 +335,7 @@ def test_template_renders_as_transformers_does(thinking: bool | None, tools: Any
     thought = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nAh, über 'quotes' & <b>."}
     messages = [*chat_template.SAMPLE, thought, {"role": "user", "content": "再见"}]
     ours = chat_template.Template(reference.chat_template, where="test", special={"eos_token": reference.eos_token})
-    expected = reference.apply_chat_template(
-        messages, tools=tools, tokenize=False, add_generation_prompt=True, **extra
-    )
+    expected = reference.apply_chat_template(messages, tools=tools, tokenize=False, add_generation_prompt=True, **extra)
     assert ours.render(messages, tools=tools, add_generation_prompt=True, **extra) == expected
 
 
