@@ -88,8 +88,7 @@ class Lora(Section):
     r: PositiveInt = Field(default=8, description="Rank.")
     lora_alpha: PositiveInt = Field(default=16, description="Scale numerator: the update is multiplied by alpha/r.")
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.0, description="Dropout before A.")
-    target_modules: TEXT: tuple[Any, ...] = (str, str | None)  # annotations of fields that hold text
-LoraTarget = Field(default="all-linear", description="Modules that get an adapter.")
+    target_modules: LoraTarget = Field(default="all-linear", description="Modules that get an adapter.")
     use_rslora: bool = Field(default=False, description="Scale by alpha/sqrt(r).")
     use_dora: bool = Field(default=False, description="Learn magnitude and direction apart.")
     loraplus_lr_ratio: Annotated[float, Field(ge=1)] = Field(
