@@ -27,7 +27,7 @@ def test_help_is_answered_before_any_heavy_import(stage: str) -> None:
     done = python("-c", code)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("HEAVY []\n")
-    assert "--config" in done.stdout
+    assert ("--config" in done.stdout) == (stage != "describe")  # that one asks about a directory, not a run
 
 
 @pytest.mark.parametrize("stage", LINE)
