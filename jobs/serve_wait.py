@@ -4,7 +4,7 @@ import http.client
 import json
 import socket
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jobs import serve_state
 from jobs.config import Config
@@ -81,7 +81,7 @@ def until_answered(config: Config, spec: "Spec", url: str, began: float) -> None
             if state is not None:
                 messages = [d.message for d in state.deployments.values() if d.message] + [state.message]
                 if state.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    kept = any(dict[str, int](d.replica_states).get("RUNNING") for d in state.deployments.values())
+                    kept = any(_replicas(d, "RUNNING") for d in state.deployments.values())
                     after = (
                         "the former deployment goes on"
                         if kept
@@ -97,7 +97,7 @@ def until_answered(config: Config, spec: "Spec", url: str, began: float) -> None
                             f"the service runs, but its key is not known here: set {config.load.api_key_env}"
                         )
                     note = f"waiting for an answer ({trouble[:80]})"
-                elif any(dict[str, int](d.replica_states).get("STOPPING") for d in state.deployments.values()):
+                elif any(_replicas(d, "STOPPING") for d in state.deployments.values()):
                     note = "waiting for the former replica to finish its answers"
                 else:
                     note = "waiting for the engine to load the model"
@@ -135,3 +135,8 @@ def _failure(messages: list[str]) -> str:
                 hint = " Here that is serve.kv_cache_gib." if "--kv-cache-memory-bytes" in cause else ""
                 return f"the engine did not start: {cause}{hint}"
     return "the service did not start: " + " ".join(m.strip() for m in messages if m)[-2000:]
+
+
+def _replicas(deployment: Any, state: str) -> int:
+    """How many replicas of a deployment's status are in a state, which is a str enumeration."""
+    return int(deployment.replica_states.get(state, 0))
