@@ -31,7 +31,7 @@ def main(stage: str, run: Callable[[Config], Any], doc: str | None, argv: Sequen
 def guard(action: Callable[[], Any]) -> None:
     """Run `action` and exit with the status that the module's docstring lists."""
     signal.signal(signal.SIGTERM, _as_interrupt)  # `ray job stop` sends SIGTERM: clean up as for Ctrl-C
-    signal.signal(signal.SIGINT, _as_interrupt)  # a script's background jobs start with SIGINT ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a script's background jobs start with SIGINT ignored
     status = 0
     try:
         action()
