@@ -253,6 +253,7 @@ os._exit(7)
     assert not (tmp_path / ".rankline" / "head.json").exists()
 
 
+@pytest.mark.slow
 def test_a_ctrl_c_while_ray_starts_leaves_nothing(tmp_path: Path) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     process = subprocess.Popen(
